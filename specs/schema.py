@@ -1,0 +1,275 @@
+"""The data model of a spec: one operation in one variant, as frozen data plus the functions that define it.
+
+A *family* is one file in ``specs/ops/``; each of its *variants* has its own signature and is a :class:`Spec`.
+Vocabulary: an :class:`Axis` is *static* when it is compiled in and *dynamic* when it is a run-time size; a
+:class:`Workload` is one point of all axes with a weight; the *reference* is float64 mathematics on the stored inputs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Tensors = dict[str, torch.Tensor]
+"""Tensor name to tensor; absent optional tensors have no key."""
+
+
+class Frozen(BaseModel):
+    """Base of all data in kernelmill: immutable, no unknown fields, no silent coercion of NaN."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class DType(StrEnum):
+    """Storage types. Sub-byte and packed formats are ``u8`` with the packing told in the tensor's ``doc``."""
+
+    bf16 = "bf16"
+    f16 = "f16"
+    f32 = "f32"
+    i32 = "i32"
+    i64 = "i64"
+    u8 = "u8"
+
+    @property
+    def torch(self) -> torch.dtype:
+        return _TORCH[self]
+
+    @property
+    def bytes(self) -> int:
+        """Size of one element in bytes."""
+        return _TORCH[self].itemsize
+
+
+_TORCH: dict[DType, torch.dtype] = {
+    DType.bf16: torch.bfloat16,
+    DType.f16: torch.float16,
+    DType.f32: torch.float32,
+    DType.i32: torch.int32,
+    DType.i64: torch.int64,
+    DType.u8: torch.uint8,
+}
+
+
+class Role(StrEnum):
+    """What a tensor is to the operation, in the order of the candidate's parameters.
+
+    ``state`` is updated in place and checked like an output; every byte that is neither state nor output must be
+    unchanged after the call. ``weight`` is static: the same values on every call.
+    """
+
+    input = "input"
+    weight = "weight"
+    state = "state"
+    output = "output"
+    workspace = "workspace"
+
+
+class Axis(Frozen):
+    """A size. ``values`` lists the legal values of a static axis; a dynamic axis has a closed range instead."""
+
+    name: str
+    kind: Literal["static", "dynamic"]
+    doc: str
+    values: tuple[int, ...] = ()
+    minimum: int = 1
+    maximum: int = 1
+
+    def allows(self, value: int) -> bool:
+        if self.kind == "static":
+            return value in self.values
+        return self.minimum <= value <= self.maximum
+
+
+class OutputRule(Frozen):
+    """How one output or state is compared with the reference.
+
+    ``exact``: bit for bit (a NaN never equals anything).
+    ``derived``: the error against the float64 reference is at most ``factor`` times the baseline's error on the same
+    inputs plus ``floor`` ulps of the stored dtype, in three norms: per element, per row in L2, whole tensor in L2.
+    """
+
+    kind: Literal["exact", "derived"]
+    factor: float = 2.0
+    floor: float = 0.25
+
+
+class TensorSpec(Frozen):
+    """One parameter of the operation.
+
+    ``shape`` has axis names and literal sizes, outermost first; storage is row-major. ``strided`` names dimensions
+    (by index) whose stride may be larger than compact; their strides are 64-bit run-time values, multiples of
+    ``alignment``. ``alignment`` is in bytes and holds for the base address and for every non-unit stride.
+    ``sharded`` is the dimension split over P ranks, or None when every rank holds all of it.
+    """
+
+    name: str
+    role: Role
+    dtype: DType
+    shape: tuple[str | int, ...]
+    doc: str
+    rule: OutputRule | None = None
+    strided: tuple[int, ...] = ()
+    alignment: int = 16
+    sharded: int | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> TensorSpec:
+        written = self.role in (Role.state, Role.output)
+        if written != (self.rule is not None):
+            raise ValueError(f"{self.name}: outputs and states need a rule, nothing else has one")
+        return self
+
+    def size(self, axes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape at a point of the axes."""
+        return tuple(axes[d] if isinstance(d, str) else d for d in self.shape)
+
+
+class Param(Frozen):
+    """A compile-time parameter of ``launch`` (``cutlass.Constexpr``), computed from variant and static axes."""
+
+    name: str
+    kind: Literal["int", "bool"]
+    doc: str
+
+
+class Workload(Frozen):
+    """One point of a spec's axes. ``weight`` is how often it occurs in one decode step of the model (0: only a test).
+
+    ``values`` names the generator's distribution: ``realistic`` or one of the family's adversarial ones.
+    """
+
+    name: str
+    axes: dict[str, int]
+    weight: float = 1.0
+    values: str = "realistic"
+
+
+class Cost(Frozen):
+    """Work of one call that no implementation can avoid. ``cold``: bytes that must come from or go to HBM when
+    nothing is cached (each input, weight and state byte read once, each written byte once)."""
+
+    cold_bytes: int = Field(ge=0)
+    flops: int = Field(ge=0)
+    link_bytes: int = Field(default=0, ge=0)
+
+
+@dataclass(frozen=True)
+class Functions:
+    """The executable half of a family. ``t`` holds the tensors of the spec's variant, ``p`` its parameters and axes.
+
+    ``reference(t, p)`` returns every output and state: float64 for ``derived`` rules (not rounded to the stored
+    dtype), the exact stored values for ``exact`` rules. It never changes its arguments.
+    ``baseline(t, p)`` is the plain same-dtype implementation the tolerance is derived from, in stored dtypes.
+    ``generate(spec, axes, values, generator)`` makes inputs, weights and states (not outputs).
+    ``cost(spec, axes)`` counts unavoidable work.
+    ``mutants``: name -> wrong reference that lint must see killed by the tolerance.
+    """
+
+    reference: Callable[[Tensors, Mapping[str, int]], Tensors]
+    baseline: Callable[[Tensors, Mapping[str, int]], Tensors]
+    generate: Callable[[Spec, Mapping[str, int], str, torch.Generator], Tensors]
+    cost: Callable[[Spec, Mapping[str, int]], Cost]
+    mutants: Mapping[str, Callable[[Tensors, Mapping[str, int]], Tensors]]
+
+
+class Spec(Frozen):
+    """One operation in one variant. ``tensors`` is in parameter order; ``present`` of the family's tensors only.
+
+    ``static`` gives, for a workload, the binding that is compiled in: the values of the static axes. All workloads
+    with the same binding (and schedule) share one artifact.
+    """
+
+    family: str
+    variant: str
+    title: str
+    formula: str
+    stage: str
+    tensors: tuple[TensorSpec, ...]
+    axes: tuple[Axis, ...]
+    params: tuple[Param, ...]
+    flags: dict[str, int]
+    workloads: tuple[Workload, ...]
+    neighbours: tuple[str, ...] = ()
+    source_hash: str
+
+    @property
+    def name(self) -> str:
+        """``family.variant``, the name used on the command line."""
+        return f"{self.family}.{self.variant}"
+
+    @cached_property
+    def id(self) -> str:
+        """Content hash (sha256, hex): data above plus the family's source text."""
+        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def static_axes(self) -> tuple[Axis, ...]:
+        return tuple(a for a in self.axes if a.kind == "static")
+
+    @property
+    def dynamic_axes(self) -> tuple[Axis, ...]:
+        return tuple(a for a in self.axes if a.kind == "dynamic")
+
+    def tensor(self, name: str) -> TensorSpec:
+        return next(t for t in self.tensors if t.name == name)
+
+    def binding(self, axes: Mapping[str, int]) -> dict[str, int]:
+        """The static part of a point of the axes."""
+        return {a.name: axes[a.name] for a in self.static_axes}
+
+    def point(self, axes: Mapping[str, int]) -> dict[str, int]:
+        """Axes plus the variant's flags: what reference, baseline and ``launch`` get. Raises ValueError when an
+        axis is missing, unknown or out of its range."""
+        known = {a.name for a in self.axes}
+        if set(axes) != known:
+            raise ValueError(f"{self.name}: axes are {sorted(known)}, got {sorted(axes)}")
+        for a in self.axes:
+            if not a.allows(axes[a.name]):
+                legal = a.values if a.kind == "static" else f"{a.minimum}..{a.maximum}"
+                raise ValueError(f"{self.name}: axis {a.name} = {axes[a.name]} is not in {legal}")
+        return {**self.flags, **axes}
+
+
+@dataclass(frozen=True)
+class Family:
+    """All variants of one operation: what a candidate file is written for.
+
+    ``tensors`` is the union over variants in the order of ``launch``'s parameters; a tensor absent from a variant is
+    passed as None at compile time. ``params`` follow the tensors as ``cutlass.Constexpr``, then ``schedule`` and
+    ``stream``.
+    """
+
+    name: str
+    tensors: tuple[TensorSpec, ...]
+    params: tuple[Param, ...]
+    specs: tuple[Spec, ...]
+    functions: Functions
+
+    def spec(self, variant: str) -> Spec:
+        return next(s for s in self.specs if s.variant == variant)
+
+    @property
+    def signature(self) -> tuple[str, ...]:
+        """Names of ``launch``'s parameters, in order."""
+        return (*(t.name for t in self.tensors), *(p.name for p in self.params), "schedule", "stream")
+
+
+def source_hash(module: str) -> str:
+    """sha256 of a module's source text, so that a spec's id changes when its mathematics does."""
+    return hashlib.sha256(inspect.getsource(sys.modules[module]).encode()).hexdigest()
+
+
+def canonical_json(value: Any) -> str:
+    """The one JSON text of a value: sorted keys, no spaces. Hashes are taken over it."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))

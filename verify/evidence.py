@@ -1,0 +1,103 @@
+"""Evidence: everything established about one candidate's artifacts.
+
+``claims`` must come out the same when a verification is run again with the same seeds; ``context`` need not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import datetime
+
+from kernelmill.specs.schema import Frozen, canonical_json
+from kernelmill.specs.tolerance import Comparison
+from kernelmill.verify.emulator.interface import Finding, KernelCounters
+from kernelmill.verify.verdict import Verdict
+
+FORMAT = 1
+
+
+class KernelResources(Frozen):
+    """What ptxas reports of one kernel: registers per thread; stack, spill and static shared sizes in bytes."""
+
+    kernel: str
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int
+    barriers: int
+
+
+class ArtifactClaim(Frozen):
+    """One build: what was compiled and what it needs. ``id`` is the artifact id (see DESIGN vocabulary)."""
+
+    id: str
+    spec: str
+    target: str
+    binding: dict[str, int]
+    schedule: dict[str, int | str | bool]
+    ptx_sha256: str
+    ptx_bytes: int
+    instructions: int
+    resources: tuple[KernelResources, ...]
+
+
+class RunClaim(Frozen):
+    """One workload on one artifact, emulated. ``seed`` made the inputs. ``orders``: warp orders tried, times the two
+    modes of approximate instructions; ``comparisons`` is the worst over them. ``model_cost``: see ranking.py."""
+
+    spec: str
+    workload: str
+    target: str
+    artifact: str
+    seed: int
+    runs: int
+    comparisons: tuple[Comparison, ...]
+    counters: tuple[KernelCounters, ...]
+    model_cost: float
+
+
+class Claims(Frozen):
+    """``candidate``: sha256 of the source. ``specs``: spec name to spec id. ``coverage``: workloads run of those
+    declared, per target."""
+
+    candidate: str
+    family: str
+    specs: dict[str, str]
+    targets: tuple[str, ...]
+    verdict: Verdict
+    finding: Finding | None = None
+    artifacts: tuple[ArtifactClaim, ...] = ()
+    runs: tuple[RunClaim, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """sha256 over the claims' canonical JSON: equal claims, equal id."""
+        return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).hexdigest()
+
+
+class StageTime(Frozen):
+    stage: str
+    seconds: float
+
+
+class Context(Frozen):
+    """Where and how the claims were established. ``sandbox``: what was enforced (or "weak")."""
+
+    started: datetime
+    seconds: float
+    stages: tuple[StageTime, ...]
+    python: str
+    platform: str
+    versions: dict[str, str]
+    sandbox: str
+    cache_hits: int = 0
+    detail: str = ""
+
+
+class Evidence(Frozen):
+    """The record beside a kernel and in a pull request."""
+
+    format: int = FORMAT
+    claims: Claims
+    context: Context
