@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from kernelmill.specs.data import Frozen, canonical_json
 
 Tensors = dict[str, torch.Tensor]
 """Tensor name to tensor; absent optional tensors have no key."""
-
-
-class Frozen(BaseModel):
-    """Base of all data in kernelmill: immutable, no unknown fields, no silent coercion of NaN."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class DType(StrEnum):
@@ -210,7 +205,7 @@ class Spec(Frozen):
     @cached_property
     def id(self) -> str:
         """Content hash (sha256, hex): data above plus the family's source text."""
-        text = json.dumps(self.model_dump(mode="json"), sort_keys=True)
+        text = canonical_json(self.model_dump(mode="json"))
         return hashlib.sha256(text.encode()).hexdigest()
 
     @property
@@ -268,8 +263,3 @@ class Family:
 def source_hash(module: str) -> str:
     """sha256 of a module's source text, so that a spec's id changes when its mathematics does."""
     return hashlib.sha256(inspect.getsource(sys.modules[module]).encode()).hexdigest()
-
-
-def canonical_json(value: Any) -> str:
-    """The one JSON text of a value: sorted keys, no spaces. Hashes are taken over it."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))

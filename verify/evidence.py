@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from datetime import datetime
 
-from kernelmill.specs.schema import Frozen, canonical_json
+from kernelmill.specs.data import Frozen, canonical_json
 from kernelmill.specs.tolerance import Comparison
 from kernelmill.verify.emulator.interface import Finding, KernelCounters
 from kernelmill.verify.verdict import Verdict

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-from kernelmill.specs.schema import Frozen
+from kernelmill.specs.data import Frozen
 from pydantic import Field, ValidationError
 
 Dim = Annotated[int, Field(ge=1, le=2**31 - 1)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from kernelmill.specs.schema import Frozen
+from kernelmill.specs.data import Frozen
 from kernelmill.verify.evidence import Evidence
 
 TARGETS = ("sm_103a", "sm_100a", "sm_90a")

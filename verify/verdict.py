@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from kernelmill.specs.schema import Frozen
+from kernelmill.specs.data import Frozen
 
 
 class Code(StrEnum):

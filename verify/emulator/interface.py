@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from kernelmill.specs.schema import Frozen
+from kernelmill.specs.data import Frozen
 
 Approx = Literal["nominal", "perturbed"]
 """How approximate instructions (ex2, rsqrt, rcp, tanh, ...) compute: correctly rounded, or moved by a
