@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from typing import Annotated
 
-from kernelmill.specs.data import Frozen
 from pydantic import Field, ValidationError
+
+from kernelmill.specs.data import Frozen
 
 Dim = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Dim3 = tuple[Dim, Dim, Dim]

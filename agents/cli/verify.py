@@ -140,5 +140,3 @@ def _show_runs(evidence: Evidence, console: Console) -> None:
             spec, target, str(len(rows)), f"{max(w for w, _ in rows):.2f}", f"{min(costs):.0f}..{max(costs):.0f}"
         )
     console.print(table)
-
-
