@@ -18,6 +18,9 @@ def store_folder() -> Path:
     """``.kernelmill`` of the project: jobs, caches, evidence. Made when missing; ignored by git."""
     folder = project_root() / ".kernelmill"
     folder.mkdir(exist_ok=True)
+    ignore = folder / ".gitignore"
+    if not ignore.exists():
+        ignore.write_text("*\n")
     return folder
 
 

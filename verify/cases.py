@@ -37,7 +37,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Case:
-    """``axes``: the workload's point with the variant's flags. ``reference``/``baseline``: see specs.schema.Functions."""
+    """``axes``: the workload's point with the variant's flags. For the values see ``specs.schema.Functions``."""
 
     spec: Spec
     workload: Workload

@@ -40,17 +40,16 @@ class Code(StrEnum):
     emulate_livelock = "emulate.livelock"
     emulate_mismatch = "emulate.mismatch"
     emulate_touched = "emulate.touched"
-    emulate_nondeterministic = "emulate.nondeterministic"
     emulate_trap = "emulate.trap"
 
 
 REMEDIES: dict[Code, str] = {
     Code.accepted: "Nothing to do.",
     Code.audit_syntax: "Fix the Python syntax at the named line; the file must be UTF-8 and at most 256 KiB.",
-    Code.audit_import: "Import only cutlass, cuda.bindings.driver, kernelmill.kernels.lib and the listed stdlib modules.",
+    Code.audit_import: "Import only cutlass, cuda.bindings.driver, kernelmill.kernels.lib and the listed stdlib.",
     Code.audit_signature: "Give `launch`, `Schedule` and `SCHEDULES` the form that `kernelmill specs show` prints.",
     Code.compile_error: "Read the DSL diagnostic; the first error usually causes the rest.",
-    Code.compile_timeout: "Tracing or compiling exceeded its deadline: look for an endless Python loop or huge unrolling.",
+    Code.compile_timeout: "Tracing or compiling exceeded its deadline: look for an endless loop or huge unrolling.",
     Code.compile_memory: "Tracing or compiling exceeded its memory limit: unroll less, build smaller tiles.",
     Code.compile_output: "Remove prints: the process wrote more than its output limit.",
     Code.compile_exit: "The candidate ended its process; `launch` must return normally.",
@@ -66,9 +65,8 @@ REMEDIES: dict[Code, str] = {
     Code.emulate_divergent_barrier: "Every thread that the barrier counts must reach it; move it out of the branch.",
     Code.emulate_deadlock: "Threads wait for each other for ever; see who waits for whom in the finding.",
     Code.emulate_livelock: "Threads spin without progress; check the flag that they poll.",
-    Code.emulate_mismatch: "Values differ from the reference by more than the tolerance in the named tensor and region.",
+    Code.emulate_mismatch: "Values differ from the reference by more than the tolerance in the named region.",
     Code.emulate_touched: "The kernel changed memory that the operation must leave alone.",
-    Code.emulate_nondeterministic: "Results depend on the order of warps: look for a race, usually a missing barrier.",
     Code.emulate_trap: "The kernel executed a trap instruction.",
 }
 """One line each: what the author of the candidate should do."""
