@@ -1,7 +1,7 @@
 """The emulator's side of the sandbox: PTX, plans and input bytes in, raw memory and findings out.
 
-Runs in a sandboxed child that has no reference. ``request.json``, ``inputs.bin`` and the PTX come from the trusted
-side; ``result.json`` and ``outputs.bin`` go back to it.
+Runs in a sandboxed child that has no reference. ``request.json`` and ``inputs.bin`` come from the trusted
+side; ``result.json`` and one ``runN.bin`` per run go back to it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class EmulateRequest(Frozen):
 
 
 class RunReply(Frozen):
-    """``finding``: the first; then ``outputs.bin`` has nothing of this run. Otherwise the buffers' data and flags
-    follow each other in ``outputs.bin`` in request order."""
+    """``finding``: the first; then the run has no file. Otherwise ``runN.bin`` has each buffer's data, then its
+    initialised flags, in request order."""
 
     finding: Finding | None
     counters: tuple[KernelCounters, ...]
@@ -73,27 +73,22 @@ def emulate(folder: Path) -> dict[str, Any]:
         return EmulateReply(malformed=str(error)).model_dump(mode="json")
     inputs = np.memmap(folder / "inputs.bin", dtype=np.uint8, mode="r")
     replies = []
-    with (folder / "outputs.bin").open("wb") as outputs:
-        for run in request.runs:
-            buffers = [_buffer(inputs, b) for b in run.buffers]
-            try:
-                result = program.run(
-                    run.plan,
-                    buffers,
-                    order=run.order,
-                    approx=run.approx,
-                    seed=request.seed,
-                    max_seconds=request.seconds,
-                )
-            except emulator.Unsupported as error:
-                return EmulateReply(unsupported=str(error)).model_dump(mode="json")
-            finding = result.findings[0] if result.findings else None
-            replies.append(RunReply(finding=finding, counters=tuple(result.counters), seconds=result.seconds))
-            if finding:
-                break
+    for n, run in enumerate(request.runs):
+        buffers = [_buffer(inputs, b) for b in run.buffers]
+        try:
+            result = program.run(
+                run.plan, buffers, order=run.order, approx=run.approx, seed=request.seed, max_seconds=request.seconds
+            )
+        except emulator.Unsupported as error:
+            return EmulateReply(unsupported=str(error)).model_dump(mode="json")
+        finding = result.findings[0] if result.findings else None
+        replies.append(RunReply(finding=finding, counters=tuple(result.counters), seconds=result.seconds))
+        if finding:
+            break
+        with (folder / f"run{n}.bin").open("wb") as file:
             for buffer in buffers:
-                outputs.write(buffer.data.tobytes())
-                outputs.write(buffer.initialised.astype(np.uint8).tobytes())
+                file.write(buffer.data.tobytes())
+                file.write(buffer.initialised.astype(np.uint8).tobytes())
     return EmulateReply(runs=tuple(replies)).model_dump(mode="json")
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+
 from kernelmill.specs.data import Frozen
 
 Approx = Literal["nominal", "perturbed"]

@@ -43,7 +43,7 @@ class Symbol:
 class Address:
     """``[base + offset]``; base is a register, a symbol or an absolute immediate."""
 
-    base: Union[Register, Symbol, Immediate]
+    base: Register | Symbol | Immediate
     offset: int = 0
 
 
@@ -51,7 +51,7 @@ class Address:
 class Vector:
     """``{a, b, ...}``; an ignored destination (``_``) is None."""
 
-    items: tuple[Union[Register, Immediate, None], ...]
+    items: tuple[Register | Immediate | None, ...]
 
 
 @dataclass(frozen=True)
