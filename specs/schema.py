@@ -101,8 +101,8 @@ class OutputRule(Frozen):
 class TensorSpec(Frozen):
     """One parameter of the operation.
 
-    ``shape`` has axis names and literal sizes, outermost first; storage is row-major. ``strided`` names dimensions
-    (by index) whose stride may be larger than compact; their strides are 64-bit run-time values, multiples of
+    ``shape`` has axis names, multiples of them (``2*N``) and literal sizes, outermost first; storage is row-major.
+    ``strided`` names dimensions (by index) whose stride may be larger than compact; their strides are 64-bit run-time values, multiples of
     ``alignment``. ``alignment`` is in bytes and holds for the base address and for every non-unit stride.
     ``sharded`` is the dimension split over P ranks, or None when every rank holds all of it.
     """
@@ -126,7 +126,12 @@ class TensorSpec(Frozen):
 
     def size(self, axes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape at a point of the axes."""
-        return tuple(axes[d] if isinstance(d, str) else d for d in self.shape)
+        return tuple(d if isinstance(d, int) else _dimension(d, axes) for d in self.shape)
+
+
+def _dimension(text: str, axes: Mapping[str, int]) -> int:
+    factor, star, name = text.rpartition("*")
+    return axes[name] * int(factor) if star else axes[name]
 
 
 class Param(Frozen):
@@ -253,6 +258,12 @@ class Family:
 
     def spec(self, variant: str) -> Spec:
         return next(s for s in self.specs if s.variant == variant)
+
+    def inputs(self, spec: Spec, workload: Workload, seed: int) -> Tensors:
+        """The generated inputs, weights and states of a workload; seeded by spec, workload and ``seed`` together."""
+        digest = hashlib.sha256(f"{spec.name}/{workload.name}/{seed}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return self.functions.generate(spec, spec.point(workload.axes), workload.values, generator)
 
     @property
     def signature(self) -> tuple[str, ...]:
