@@ -6,6 +6,15 @@ from dataclasses import dataclass
 from typing import Union
 
 
+class PtxError(ValueError):
+    """The text is not PTX: the candidate's fault. ``line`` counts from 1."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(f"PTX line {line}: {message}")
+        self.line = line
+        self.message = message
+
+
 @dataclass(frozen=True)
 class Register:
     """A virtual register, by its index in :attr:`Kernel.registers`. ``~name`` never occurs in operands: predicates
@@ -61,7 +70,8 @@ class Label:
 
 
 Operand = Union[Register, Immediate, Special, Symbol, Address, Vector, Label, None]
-"""None is the ignored destination ``_``. A paired destination ``d|p`` becomes two operands in order."""
+"""None is the ignored destination ``_``. A paired destination ``d|p`` becomes two operands in order. The target list of
+``brx.idx`` is flattened: ``(index register, Label, Label, ...)``."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,8 @@ class Variable:
 @dataclass(frozen=True)
 class Block:
     """A basic block: control enters at the first instruction only and leaves at the last (bra, ret, exit, trap,
-    brx) or falls through to the next block. A predicated ``bra`` ends a block."""
+    brx) or falls through to the next block. A predicated ``bra`` ends a block. A block may be empty (a label at the end
+    of the body); falling off the last block leaves the kernel like ``ret``. ``label`` is ``""`` where there is none."""
 
     label: str
     instructions: tuple[Instruction, ...]
