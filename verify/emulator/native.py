@@ -1,0 +1,227 @@
+"""Native code through llvmlite: small helpers over its IR builder, and the one JIT engine of the process.
+
+No compiler or linker of the system is involved. Names in the modules are ours alone: nothing of the PTX text gets here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+from kernelmill.verify.emulator.state import LANES, OFFSET
+
+I1, I8, I16, I32, I64 = (ir.IntType(n) for n in (1, 8, 16, 32, 64))
+PTR = ir.PointerType()
+VOID = ir.VoidType()
+HELPER = ir.FunctionType(I32, [PTR, I32])
+"""Helpers take the warp's context and the active lanes; they return 0 or a fault."""
+
+
+def vec(element: ir.Type, count: int = LANES) -> ir.VectorType:
+    return ir.VectorType(element, count)
+
+
+class Code:
+    """An IR builder at the end of one function whose first argument is the warp's context."""
+
+    def __init__(self, function: ir.Function) -> None:
+        self.function = function
+        self.module = function.module
+        self.context = function.args[0]
+        self.b = ir.IRBuilder(function.append_basic_block("entry"))
+
+    # Constants.
+
+    def int(self, type: ir.Type, value: int) -> ir.Value:
+        """A scalar, or the splat of one when ``type`` is a vector."""
+        if isinstance(type, ir.VectorType):
+            width = type.element.width
+            return ir.FormattedConstant(type, f"splat (i{width} {value & ((1 << width) - 1)})")
+        return ir.Constant(type, value & ((1 << type.width) - 1))
+
+    def i32(self, value: int) -> ir.Value:
+        return self.int(I32, value)
+
+    def i64(self, value: int) -> ir.Value:
+        return self.int(I64, value)
+
+    def lanes(self, type: ir.Type, values: Sequence[int]) -> ir.Value:
+        """A vector constant; ``values`` as they are."""
+        return ir.Constant(vec(type, len(values)), list(values))
+
+    # Memory.
+
+    def at(self, base: ir.Value, offset: ir.Value | int) -> ir.Value:
+        """The address ``base`` + ``offset`` bytes."""
+        if isinstance(offset, int):
+            offset = self.i64(offset)
+        return self.b.gep(base, [offset], source_etype=I8)
+
+    def load(self, pointer: ir.Value, type: ir.Type, align: int = 1) -> ir.Value:
+        return self.b.load(pointer, typ=type, align=align)
+
+    def store(self, value: ir.Value, pointer: ir.Value, align: int = 1) -> None:
+        self.b.store(value, pointer, align=align)
+
+    def field(self, name: str) -> ir.Value:
+        return self.at(self.context, OFFSET[name])
+
+    def get(self, name: str, type: ir.Type) -> ir.Value:
+        return self.load(self.field(name), type, 4)
+
+    def put(self, name: str, value: ir.Value) -> None:
+        self.store(value, self.field(name), 4)
+
+    def bump(self, pointer: ir.Value, by: ir.Value) -> ir.Value:
+        """Add to the 64-bit counter at ``pointer``; its new value."""
+        value = self.b.add(self.load(pointer, I64, 8), by)
+        self.store(value, pointer, 8)
+        return value
+
+    # Vectors.
+
+    def splat(self, value: ir.Value, count: int = LANES) -> ir.Value:
+        type = vec(value.type, count)
+        one = self.b.insert_element(ir.Constant(type, ir.Undefined), value, self.i32(0))
+        return self.b.shuffle_vector(one, one, self.int(vec(I32, count), 0))
+
+    def bits(self, mask: ir.Value) -> ir.Value:
+        """``<32 x i1>`` to i32, lane 0 lowest, or back."""
+        return self.b.bitcast(mask, vec(I1) if mask.type == I32 else I32)
+
+    def intrinsic(self, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
+        known = self.module.globals.get(name)
+        if known is None:
+            known = ir.Function(self.module, ir.FunctionType(result, [a.type for a in arguments]), name)
+        return self.b.call(known, arguments)
+
+    def popcount(self, value: ir.Value) -> ir.Value:
+        return self.intrinsic(f"llvm.ctpop.i{value.type.width}", value.type, value)
+
+    def lowest(self, mask: ir.Value) -> ir.Value:
+        """Index of the lowest set bit; 32 for 0."""
+        return self.intrinsic("llvm.cttz.i32", I32, mask, self.int(I1, 0))
+
+    def any_bit(self, vector: ir.Value) -> ir.Value:
+        """Whether an integer vector has a bit set."""
+        n, width = vector.type.count, vector.type.element.width
+        word = self.intrinsic(f"llvm.vector.reduce.or.v{n}i{width}", vector.type.element, vector)
+        return self.b.icmp_unsigned("!=", word, self.int(word.type, 0))
+
+    # Control flow.
+
+    def block(self, name: str = "") -> ir.Block:
+        return self.function.append_basic_block(name)
+
+    def go(self, block: ir.Block) -> None:
+        """Branch to ``block`` unless the current one has ended, and continue there."""
+        if not self.b.block.is_terminated:
+            self.b.branch(block)
+        self.b.position_at_end(block)
+
+    @contextmanager
+    def when(self, condition: ir.Value) -> Iterator[None]:
+        """Code for ``condition`` only; the body may end in a return."""
+        body, after = self.block(), self.block()
+        self.b.cbranch(condition, body, after)
+        self.b.position_at_end(body)
+        yield
+        self.go(after)
+
+    @contextmanager
+    def loop(self, count: int) -> Iterator[ir.Value]:
+        """Code for an i32 from 0 to ``count`` - 1."""
+        before, body, step, after = self.b.block, self.block(), self.block(), self.block()
+        self.b.branch(body)
+        self.b.position_at_end(body)
+        index = self.b.phi(I32)
+        index.add_incoming(self.i32(0), before)
+        yield index
+        self.go(step)
+        following = self.b.add(index, self.i32(1))
+        index.add_incoming(following, step)
+        self.b.cbranch(self.b.icmp_unsigned("<", following, self.i32(count)), body, after)
+        self.b.position_at_end(after)
+
+    @contextmanager
+    def each_lane(self, mask: ir.Value) -> Iterator[ir.Value]:
+        """Code for the index of every set bit of ``mask``, ascending."""
+        before, head, body, step, after = self.b.block, self.block(), self.block(), self.block(), self.block()
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        left = self.b.phi(I32)
+        left.add_incoming(mask, before)
+        self.b.cbranch(self.b.icmp_unsigned("!=", left, self.i32(0)), body, after)
+        self.b.position_at_end(body)
+        yield self.lowest(left)
+        self.go(step)
+        left.add_incoming(self.b.and_(left, self.b.sub(left, self.i32(1))), step)
+        self.b.branch(head)
+        self.b.position_at_end(after)
+
+    def lane_at(self, base: ir.Value, lane: ir.Value, size: int) -> ir.Value:
+        """``base`` + ``lane`` * ``size``, for an i32 lane below 32."""
+        return self.at(base, self.b.mul(self.b.zext(lane, I64), self.i64(size)))
+
+
+# The engine.
+
+
+@cache
+def _target() -> llvm.TargetMachine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=1, jit=True
+    )
+
+
+@cache
+def _engine() -> llvm.ExecutionEngine:
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target())
+
+
+def jit(module: ir.Module, *names: str, optimise: bool = False) -> list[int]:
+    """Compile ``module`` and return the addresses of its functions ``names``, which must be unique in the process."""
+    parsed = llvm.parse_assembly(str(module))
+    parsed.verify()
+    if optimise:
+        options = llvm.create_pipeline_tuning_options(speed_level=1)
+        builder = llvm.create_pass_builder(_target(), options)
+        builder.getModulePassManager().run(parsed, builder)
+    engine = _engine()
+    engine.add_module(parsed)
+    engine.finalize_object()
+    addresses = [engine.get_function_address(name) for name in names]
+    for name, address in zip(names, addresses, strict=True):
+        llvm.add_symbol(name, address)
+    return addresses
+
+
+_built: set[str] = set()
+
+
+def need(name: str, emit: Callable[[Code], None]) -> str:
+    """Make sure that the helper ``name`` exists in this process, made by ``emit``; its name.
+
+    ``emit`` may call :func:`call_helper` on other helpers that it needs itself.
+    """
+    if name not in _built:
+        module = ir.Module(name)
+        emit(Code(ir.Function(module, HELPER, name)))
+        jit(module, name, optimise=True)
+        _built.add(name)
+    return name
+
+
+def call_helper(code: Code, name: str, mask: ir.Value) -> ir.Value:
+    """Call the helper ``name`` (see :func:`need`) with the warp's context."""
+    function = code.module.globals.get(name)
+    if function is None:
+        function = ir.Function(code.module, HELPER, name)
+    return code.b.call(function, [code.context, mask])
