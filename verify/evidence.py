@@ -10,22 +10,11 @@ from datetime import datetime
 
 from kernelmill.specs.data import Frozen, canonical_json
 from kernelmill.specs.tolerance import Comparison
+from kernelmill.verify.artifact import KernelResources
 from kernelmill.verify.emulator.interface import Finding, KernelCounters
 from kernelmill.verify.verdict import Verdict
 
 FORMAT = 1
-
-
-class KernelResources(Frozen):
-    """What ptxas reports of one kernel: registers per thread; stack, spill and static shared sizes in bytes."""
-
-    kernel: str
-    registers: int
-    stack_bytes: int
-    spill_store_bytes: int
-    spill_load_bytes: int
-    shared_bytes: int
-    barriers: int
 
 
 class ArtifactClaim(Frozen):

@@ -1,0 +1,79 @@
+"""The audit stage: what a candidate's text must look like. Hygiene, never security: cutlass itself reaches everything."""
+
+from __future__ import annotations
+
+import ast
+
+from kernelmill.specs.schema import Family
+from kernelmill.verify.build.schedules import Table, read_table
+from kernelmill.verify.verdict import Code, Rejected
+
+MAX_SOURCE_BYTES = 256 * 1024
+ALLOWED_MODULES = (
+    "cutlass",
+    "cuda.bindings.driver",
+    "kernelmill.kernels.lib",
+    "math",
+    "typing",
+    "dataclasses",
+    "functools",
+    "enum",
+    "__future__",
+)
+
+
+def audit(source: str, family: Family) -> Table:
+    """Check syntax, imports and signature; return the schedule table. Raises Rejected(audit.*) naming the line."""
+    tree = _parse(source)
+    for node in ast.walk(tree):
+        for name in _imported(node):
+            if not any(name == m or name.startswith(m + ".") for m in ALLOWED_MODULES):
+                raise Rejected(Code.audit_import, f"line {node.lineno}: import of {name[:80]}")  # type: ignore[attr-defined]
+    _check_launch(tree, family)
+    return read_table(tree)
+
+
+def _parse(source: str) -> ast.Module:
+    try:
+        size = len(source.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise Rejected(Code.audit_syntax, "the file is not UTF-8") from None
+    if size > MAX_SOURCE_BYTES:
+        raise Rejected(Code.audit_syntax, f"the file has more than {MAX_SOURCE_BYTES} bytes")
+    try:
+        return ast.parse(source)
+    except SyntaxError as error:
+        raise Rejected(Code.audit_syntax, f"line {error.lineno}: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise Rejected(Code.audit_syntax, f"the file cannot be parsed: {error or 'nested too deeply'}") from None
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [a.name for a in node.names]
+    if isinstance(node, ast.ImportFrom):
+        if node.level:
+            return ["." * node.level + (node.module or "")]
+        # `from kernelmill.kernels import lib` names a module in its second half.
+        return [f"{node.module}.{a.name}" for a in node.names]
+    return []
+
+
+def _check_launch(tree: ast.Module, family: Family) -> None:
+    found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "launch"]
+    if len(found) != 1:
+        raise Rejected(Code.audit_signature, f"there must be one function launch at module level, found {len(found)}")
+    (launch,) = found
+    where = f"line {launch.lineno}"
+    arguments = launch.args
+    names = tuple(a.arg for a in (*arguments.posonlyargs, *arguments.args))
+    if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults or names != family.signature:
+        raise Rejected(
+            Code.audit_signature,
+            f"{where}: launch takes ({', '.join(family.signature)}), found ({', '.join(names)[:400]})",
+        )
+    bare = [a.arg for a in arguments.args if a.annotation is None]
+    if bare:
+        raise Rejected(Code.audit_signature, f"{where}: parameters without annotation: {', '.join(bare)}")
+    if not any(ast.unparse(d) in ("cute.jit", "cutlass.cute.jit") for d in launch.decorator_list):
+        raise Rejected(Code.audit_signature, f"{where}: launch must be decorated with @cute.jit")
