@@ -27,33 +27,33 @@ class ArtifactClaim(Frozen):
     schedule: dict[str, int | str | bool]
     ptx_sha256: str
     ptx_bytes: int
-    instructions: int
     resources: tuple[KernelResources, ...]
 
 
 class RunClaim(Frozen):
-    """One workload on one artifact, emulated. ``seed`` made the inputs. ``orders``: warp orders tried, times the two
-    modes of approximate instructions; ``comparisons`` is the worst over them. ``model_cost``: see ranking.py."""
+    """One workload on one artifact, emulated. ``seed`` made the inputs. ``comparisons``: the worst over the warp orders
+    and modes of approximate instructions (see emulate.py). ``order_independent``: both warp orders gave the same bits.
+    ``model_cost``: model cycles, never a time; see ranking.py."""
 
     spec: str
     workload: str
     target: str
     artifact: str
     seed: int
-    runs: int
     comparisons: tuple[Comparison, ...]
     counters: tuple[KernelCounters, ...]
+    order_independent: bool
     model_cost: float
 
 
 class Claims(Frozen):
-    """``candidate``: sha256 of the source. ``specs``: spec name to spec id. ``coverage``: workloads run of those
-    declared, per target."""
+    """``candidate``: sha256 of the source. ``specs``: spec name to spec id."""
 
     candidate: str
     family: str
     specs: dict[str, str]
     targets: tuple[str, ...]
+    seeds: tuple[int, ...]
     verdict: Verdict
     finding: Finding | None = None
     artifacts: tuple[ArtifactClaim, ...] = ()
