@@ -15,7 +15,7 @@ from kernelmill.specs.numerics import store
 from kernelmill.specs.schema import Family, Role, Spec, Tensors, Workload
 from kernelmill.specs.tolerance import compare
 
-MAX_ELEMENTS = 1 << 21
+MAX_ELEMENTS = 1 << 19
 """Workloads with a larger tensor are left out: the small ones kill as well and lint stays quick."""
 
 
@@ -85,12 +85,9 @@ def _soundness(spec: Spec, inputs: Tensors, reference: Tensors, baseline: Tensor
     for t in spec.tensors:
         if t.role in _READ and t.name not in inputs:
             yield f"{t.name} is not generated"
-        if t.rule is None:
-            continue
-        if not torch.isfinite(reference[t.name].to(torch.float64)).all():
+        if t.role is Role.output and not torch.isfinite(reference[t.name].to(torch.float64)).all():
             yield f"the reference of {t.name} is not finite"
-    stored = {t.name: baseline[t.name] for t in spec.tensors if t.rule is not None}
-    for c in compare(spec, reference, baseline, stored):
+    for c in compare(spec, reference, baseline, baseline):
         if not c.passed:
             yield f"the baseline itself fails: {c.describe()}"
 

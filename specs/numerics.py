@@ -33,11 +33,12 @@ def store(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def ulp(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Distance between neighbouring values of ``dtype`` at the magnitude of ``x`` (float64), in float64."""
-    info = torch.finfo(dtype)
+    """Distance between neighbouring values of ``dtype`` at the magnitude of ``x`` (float64), in float64.
+
+    Below the smallest normal number it is the distance between subnormal ones."""
     digits = {torch.bfloat16: 7, torch.float16: 10, torch.float32: 23}[dtype]
-    exponent = torch.floor(torch.log2(x.abs().clamp_min(info.tiny)))
-    return torch.exp2(exponent - digits)
+    exponent = torch.frexp(x.abs().clamp_min(torch.finfo(dtype).tiny)).exponent - 1
+    return torch.ldexp(torch.ones_like(x), exponent - digits)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 
+from kernelmill.specs.mutation import mutants
 from kernelmill.specs.numerics import f64, rms_norm, round_to, store
 from kernelmill.specs.schema import (
     Axis,
@@ -46,26 +46,33 @@ a       =  softmax_j(s)                              nb + 1 entries
 m       =  sum_j a_j * v_j                           FP32 or better, not rounded; final: m <- bf16(m)
 out     =  bf16(m)  or, with a norm,  bf16(m / sqrt(mean_d m_d^2 + 1e-5) * out_weight)"""
 
-_exact = OutputRule(kind="exact")
-_rows = {"shape": ("T", H), "dtype": DType.bf16, "strided": (0,)}
-_weight = {"shape": (H,), "dtype": DType.bf16, "role": Role.weight}
 
-DELTA = TensorSpec(name="delta", role=Role.input, doc="pending sub-layer output, folded into the prefix", **_rows)
-NORM = TensorSpec(name="norm_weight", doc="RMSNorm weight of the scores", **_weight)
-PROJ = TensorSpec(name="proj_weight", doc="score projection (one row)", **_weight)
-OUT_WEIGHT = TensorSpec(name="out_weight", doc="weight of the RMSNorm of the mixture", **_weight)
-PREFIX = TensorSpec(
-    name="prefix", role=Role.state, doc="running residual prefix, updated in place", rule=_exact, **_rows
-)
+def _rows(name: str, role: Role, doc: str, rule: OutputRule | None = None) -> TensorSpec:
+    return TensorSpec(name=name, role=role, dtype=DType.bf16, shape=("T", H), strided=(0,), doc=doc, rule=rule)
+
+
+def _weight(name: str, doc: str) -> TensorSpec:
+    return TensorSpec(name=name, role=Role.weight, dtype=DType.bf16, shape=(H,), doc=doc)
+
+
+EXACT, DERIVED = OutputRule(kind="exact"), OutputRule(kind="derived")
+
+DELTA = _rows("delta", Role.input, "pending sub-layer output, folded into the prefix")
+NORM = _weight("norm_weight", "RMSNorm weight of the scores")
+PROJ = _weight("proj_weight", "score projection (one row)")
+OUT_WEIGHT = _weight("out_weight", "weight of the RMSNorm of the mixture")
+PREFIX = _rows("prefix", Role.state, "running residual prefix, updated in place", EXACT)
 BANK = TensorSpec(
     name="bank",
     role=Role.state,
     dtype=DType.bf16,
     shape=("T", ROWS, H),
-    doc="block states; rows >= nb are not read and may hold anything",
-    rule=_exact,
+    doc="block states; rows >= nb are no sources and may hold anything, NaN too",
+    rule=EXACT,
 )
-OUT = TensorSpec(name="out", role=Role.output, doc="the sub-layer's input", rule=OutputRule(kind="derived"), **_rows)
+OUT = _rows("out", Role.output, "the sub-layer's input", DERIVED)
+# Where the mixture is rounded first, it may fall to the neighbouring value: one ulp of the mixture is up to two of out.
+OUT_FINAL = _rows("out", Role.output, OUT.doc, OutputRule(kind="derived", element_floor=2.5))
 
 TENSORS = (DELTA, NORM, PROJ, OUT_WEIGHT, PREFIX, BANK, OUT)
 PARAMS = (
@@ -77,60 +84,60 @@ PARAMS = (
 
 def reference(t: Tensors, p: Mapping[str, int]) -> Tensors:
     """float64; see FORMULA. ``p`` has nb, write, final."""
-    return _attn_res(t, p)
-
-
-def _attn_res(t: Tensors, p: Mapping[str, int], mutant: str = "") -> Tensors:
-    """The operation, or one of its mutants: the named step done wrong."""
     nb = p["nb"]
-    eps = 1e-6 if mutant == "wrong_eps" else EPS
     prefix = f64(t["prefix"])
-    if "delta" in t and mutant != "delta_dropped":
+    if "delta" in t:
         prefix = prefix + f64(t["delta"])
-    stored = round_to(prefix, torch.bfloat16)
-    used = prefix if mutant == "prefix_not_rounded" else stored
+    prefix = round_to(prefix, torch.bfloat16)
     bank = t["bank"].clone()
-    if p["write"] and mutant != "bank_row_not_written":
-        row = (nb + 1) % ROWS if mutant == "wrong_bank_row" else nb
-        bank[:, row] = t["prefix"] if mutant == "bank_row_before_delta" else stored.to(torch.bfloat16)
-    sources = f64(t["bank"][:, :nb])
-    if mutant == "fresh_row_counted" and p["write"]:
-        sources = torch.cat([sources, used.unsqueeze(1)], 1)
-    if not (mutant == "prefix_no_source" and nb > 0):
-        sources = torch.cat([sources, used.unsqueeze(1)], 1)
-    weight = f64(t["proj_weight"]) * (1.0 if mutant == "norm_weight_dropped" else f64(t["norm_weight"]))
-    if mutant == "proj_weight_dropped":
-        weight = f64(t["norm_weight"])
-    square = sources.square().sum(-1) if mutant == "sum_not_mean" else sources.square().mean(-1)
-    scores = (sources * weight).sum(-1) / torch.sqrt(square + eps)
-    if mutant == "scores_scaled":
-        scores = scores * H**-0.5
+    if p["write"]:
+        bank[:, nb] = store(prefix, torch.bfloat16)
+    sources = torch.cat([f64(t["bank"][:, :nb]), prefix.unsqueeze(1)], 1)
+    weight = f64(t["norm_weight"]) * f64(t["proj_weight"])
+    scores = (sources * weight).sum(-1) / torch.sqrt(sources.square().mean(-1) + EPS)
     mixture = (torch.softmax(scores, -1).unsqueeze(-1) * sources).sum(1)
     if p["final"]:
         mixture = round_to(mixture, torch.bfloat16)
     out = mixture
-    if "out_weight" in t and mutant != "output_norm_dropped":
-        out = rms_norm(mixture, 1.0 if mutant == "out_weight_dropped" else f64(t["out_weight"]), eps)
-    kept = t["prefix"].clone() if mutant == "prefix_not_stored" else store(stored, torch.bfloat16)
-    return {"prefix": kept, "bank": bank, "out": out}
+    if "out_weight" in t:
+        out = rms_norm(mixture, f64(t["out_weight"]), EPS)
+    return {"out": out, "bank": bank, "prefix": store(prefix, torch.bfloat16)}
 
 
-MUTANTS = (
-    "wrong_eps",
-    "delta_dropped",
-    "prefix_not_rounded",
-    "prefix_not_stored",
-    "bank_row_not_written",
-    "wrong_bank_row",
-    "bank_row_before_delta",
-    "fresh_row_counted",
-    "prefix_no_source",
-    "norm_weight_dropped",
-    "proj_weight_dropped",
-    "sum_not_mean",
-    "scores_scaled",
-    "output_norm_dropped",
-    "out_weight_dropped",
+MUTANTS = mutants(
+    reference,
+    {
+        "delta_dropped": ('prefix + f64(t["delta"])', "prefix"),
+        "prefix_not_rounded": ("prefix = round_to(prefix, torch.bfloat16)", "pass"),
+        "prefix_not_stored": ('"prefix": store(prefix, torch.bfloat16)', '"prefix": t["prefix"]'),
+        "bank_row_not_written": ('if p["write"]:', "if False:"),
+        "bank_row_before_delta": ("bank[:, nb] = store(prefix, torch.bfloat16)", 'bank[:, nb] = t["prefix"]'),
+        "bank_row_wrong": ("bank[:, nb] =", "bank[:, nb - 1] ="),
+        "fresh_row_counted_twice": ('t["bank"][:, :nb]', 'bank[:, : nb + p["write"]]'),
+        "one_row_too_many": ('t["bank"][:, :nb]', 't["bank"][:, : nb + 1]'),
+        "one_row_too_few": ('t["bank"][:, :nb]', 't["bank"][:, : max(nb - 1, 0)]'),
+        "prefix_no_source": ("prefix.unsqueeze(1)]", "prefix.unsqueeze(1)[:, nb > 0 :]]"),
+        "norm_weight_dropped": ('f64(t["norm_weight"]) * ', ""),
+        "proj_weight_dropped": (' * f64(t["proj_weight"])', ""),
+        "weights_product_rounded": (
+            'f64(t["norm_weight"]) * f64(t["proj_weight"])',
+            'f64(t["norm_weight"] * t["proj_weight"])',
+        ),
+        "score_norm_dropped": (" / torch.sqrt(sources.square().mean(-1) + EPS)", ""),
+        "score_sum_not_mean": ("sources.square().mean(-1)", "sources.square().sum(-1)"),
+        "score_eps_wrong": ("mean(-1) + EPS)", "mean(-1) + 1e-6)"),
+        "score_eps_outside_root": (
+            "torch.sqrt(sources.square().mean(-1) + EPS)",
+            "(sources.square().mean(-1) ** 0.5 + EPS)",
+        ),
+        "scores_scaled": ("/ torch.sqrt(", "* H**-0.5 / torch.sqrt("),
+        "softmax_dropped": ("torch.softmax(scores, -1)", "torch.softmax(0 * scores, -1)"),
+        "mixture_rounded": ('if p["final"]:', 'if "out_weight" in t:'),
+        "mixture_not_rounded": ('if p["final"]:', "if False:"),
+        "output_norm_dropped": ('if "out_weight" in t:', "if False:"),
+        "output_eps_wrong": ('f64(t["out_weight"]), EPS', 'f64(t["out_weight"]), 1e-6'),
+        "out_weight_dropped": ('f64(t["out_weight"]), EPS', "torch.ones(()), EPS"),
+    },
 )
 
 
@@ -158,9 +165,10 @@ def generate(spec: Spec, axes: Mapping[str, int], values: str, generator: torch.
     """Inputs of one call. ``values``:
 
     ``realistic``: a residual stream of about unit RMS with a few outlier channels, scores spread by about 2.
-    ``tiny``: rows of RMS 1e-3, where epsilon decides. ``range``: rows scaled by 2^-6..2^6. ``equal``: every source the
-    same. ``dominant``: scores tens apart, one source takes all. ``cancel``: sources cancel, so that the mixture is
-    small beside them and a prefix that was not rounded shows.
+    ``tiny``: tokens of RMS 0 (padding), 1e-12 and 1e-3 in turn, where epsilon decides. ``range``: bank rows scaled by
+    2^-6..2^6. ``equal``: every source the same. ``dominant``: scores tens apart, one source takes all. ``cancel``:
+    sources nearly cancel, so that the mixture is small beside them and a prefix that was not rounded shows.
+    ``garbage``: realistic, with NaN and infinity in the bank rows that are no sources.
     """
     tokens, nb = axes["T"], axes["nb"]
 
@@ -169,11 +177,14 @@ def generate(spec: Spec, axes: Mapping[str, int], values: str, generator: torch.
 
     outliers = torch.ones(H)
     outliers[torch.randperm(H, generator=generator)[:8]] = 12.0
-    scale = 1e-3 if values == "tiny" else 1.0
+    scale = torch.ones(tokens, 1)
+    if values == "tiny":
+        scale = torch.tensor([0.0, 1e-12, 1e-3])[torch.arange(tokens) % 3].unsqueeze(1)
     spread = {"dominant": 40.0, "cancel": 2e-3}.get(values, 2.0)
     prefix = (normal(tokens, H) * outliers * scale).to(torch.bfloat16)
     delta = (0.4 * normal(tokens, H) * scale).to(torch.bfloat16)
-    rows = normal(tokens, ROWS, H) * outliers * scale * (0.5 + torch.rand(tokens, ROWS, 1, generator=generator))
+    row_scale = scale.unsqueeze(1) * (0.5 + torch.rand(tokens, ROWS, 1, generator=generator))
+    rows = normal(tokens, ROWS, H) * outliers * row_scale
     updated = (prefix.float() + delta.float()).to(torch.bfloat16) if "delta" in _names(spec) else prefix
     if values == "range":
         exponents = torch.randint(-6, 7, (tokens, ROWS, 1), generator=generator)
@@ -183,6 +194,10 @@ def generate(spec: Spec, axes: Mapping[str, int], values: str, generator: torch.
     elif values == "cancel":
         signs = torch.tensor([(-1.0) ** (nb - j) for j in range(ROWS)]).view(1, ROWS, 1)
         rows = signs * updated.float().unsqueeze(1) * (1 + normal(tokens, ROWS, H) / 64)
+    elif values == "garbage":
+        rows[:, nb:, 0::2], rows[:, nb:, 1::2] = torch.nan, torch.inf
+    elif values not in ("realistic", "tiny", "dominant"):
+        raise ValueError(f"attn_res generates no values named {values!r}")
     made = {
         "delta": delta,
         "norm_weight": (1 + 0.2 * normal(H)).to(torch.bfloat16),
@@ -234,7 +249,8 @@ BINDINGS: dict[tuple[str, int], int] = {
 ADVERSARIAL: dict[tuple[str, int], tuple[str, ...]] = {
     ("delta_norm", 1): ("cancel", "tiny"),
     ("delta_norm", 8): ("tiny", "range", "equal", "dominant"),
-    ("delta_write_norm", 3): ("cancel",),
+    ("norm", 1): ("garbage",),
+    ("delta_write_norm", 3): ("cancel", "garbage"),
     ("delta_final", 8): ("tiny", "range"),
     ("delta", 8): ("dominant",),
 }
@@ -264,7 +280,7 @@ def _spec(delta: bool, write: bool, norm: str) -> Spec:
         title="Attention over the residual bank: " + ", ".join(does),
         formula=FORMULA,
         stage="residual",
-        tensors=tuple(t for t in TENSORS if t.name not in absent),
+        tensors=tuple(OUT_FINAL if t is OUT and norm == "final" else t for t in TENSORS if t.name not in absent),
         axes=(
             Axis(name="nb", kind="static", doc="older bank rows", values=tuple(range(ROWS if write else ROWS + 1))),
             Axis(name="T", kind="dynamic", doc="tokens of the step", minimum=1, maximum=512),
@@ -289,6 +305,6 @@ FAMILY = Family(
         baseline=baseline,
         generate=generate,
         cost=cost,
-        mutants={m: partial(_attn_res, mutant=m) for m in MUTANTS},
+        mutants=MUTANTS,
     ),
 )
