@@ -25,6 +25,21 @@ def vec(element: ir.Type, count: int = LANES) -> ir.VectorType:
     return ir.VectorType(element, count)
 
 
+class Splat(ir.Constant):
+    """The same integer in every lane, written short, which llvmlite itself cannot do."""
+
+    def __init__(self, type: ir.VectorType, value: int) -> None:
+        self.type = type
+        self.constant = value  # no list of lanes, which the base class would insist on
+
+    def _get_reference(self) -> str:
+        value = self.constant if self.type.element.width > 1 else str(bool(self.constant)).lower()
+        return f"splat ({self.type.element} {value})"
+
+    def _to_string(self) -> str:
+        return f"{self.type} {self._get_reference()}"
+
+
 class Code:
     """An IR builder at the end of one function whose first argument is the warp's context."""
 
@@ -39,8 +54,7 @@ class Code:
     def int(self, type: ir.Type, value: int) -> ir.Value:
         """A scalar, or the splat of one when ``type`` is a vector."""
         if isinstance(type, ir.VectorType):
-            width = type.element.width
-            return ir.FormattedConstant(type, f"splat (i{width} {value & ((1 << width) - 1)})")
+            return Splat(type, value & ((1 << type.element.width) - 1))
         return ir.Constant(type, value & ((1 << type.width) - 1))
 
     def i32(self, value: int) -> ir.Value:
@@ -87,7 +101,7 @@ class Code:
     def splat(self, value: ir.Value, count: int = LANES) -> ir.Value:
         type = vec(value.type, count)
         one = self.b.insert_element(ir.Constant(type, ir.Undefined), value, self.i32(0))
-        return self.b.shuffle_vector(one, one, self.int(vec(I32, count), 0))
+        return self.b.shuffle_vector(one, one, self.lanes(I32, [0] * count))
 
     def bits(self, mask: ir.Value) -> ir.Value:
         """``<32 x i1>`` to i32, lane 0 lowest, or back."""

@@ -51,6 +51,16 @@ class Fault:
     TRAP = 20
 
 
+class Space:
+    """Where a faulting access went (``fault_space``): an index into :data:`SPACES`."""
+
+    GLOBAL = 0
+    SHARED = 1
+    LOCAL = 2
+
+
+SPACES = ("global", "shared", "local")
+
 FAULTS = {
     Fault.OUT_OF_BOUNDS: "out_of_bounds",
     Fault.MISALIGNED: "misaligned",
@@ -85,7 +95,7 @@ WARP = np.dtype(
         ("fault_code", "u4"),
         ("fault_lane", "u4"),
         ("fault_instr", "u4"),
-        ("barrier_instr", "u4"),
+        ("fault_space", "u4"),
         ("fault_address", "u8"),
         ("barrier_id", "u4"),
         ("barrier_threads", "u4"),
@@ -117,6 +127,11 @@ WARP = np.dtype(
         ("address", "u8", LANES),
         ("host", "u8", LANES),
         ("shadow", "u8", LANES),
+        # Scratch of the bank conflict count.
+        ("units", "u4", LANES),
+        ("banks", "u1", 32),
+        ("most", "u4"),
+        ("pad2", "u4", 23),
         # Operands of memory and warp helpers: element k of all lanes, then element k + 1.
         ("data", "u1", LANES * MAX_ACCESS),
         ("data2", "u1", LANES * MAX_ACCESS),

@@ -1,0 +1,378 @@
+"""Native helpers for loads, stores and atomics of one warp, with every check and counter.
+
+A helper finds its lanes' addresses in the context field ``address`` and moves values between memory and ``data``, where
+element ``k`` of all lanes follows element ``k - 1``. It returns 0, or a fault after filling the ``fault_*`` fields.
+Memory is sequentially consistent: a helper runs to its end before another warp does anything.
+
+Each access is checked against the region table (global), the CTA's window (shared) or the lane's frame (local) before
+it is translated to a host address. Addresses that are one dense run, or all the same, are checked and moved as vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from kernelmill.verify.emulator.native import I8, I32, I64, PTR, Code, call_helper, need, vec
+from kernelmill.verify.emulator.state import (
+    LANES,
+    LOCAL_BASE,
+    LOCAL_WINDOW,
+    REGION_FIELD,
+    REGION_SHIFT,
+    SHARED_BASE,
+    SHARED_WINDOW,
+    SPACES,
+    Fault,
+    Space,
+)
+
+ALL = (1 << LANES) - 1
+SECTOR = 5
+"""log2 of the bytes of a sector, the unit of global-memory traffic."""
+BANKS = 32
+WORD = 4
+"""Shared memory has 32 banks of 4 bytes (CUDA programming guide, compute capability 5.x and later)."""
+
+GENERAL, DENSE, UNIFORM = 0, 1, 2
+"""What the addresses of the active lanes look like: anything; all lanes, one after another; all the same."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Where one address may point: ``size`` bytes from ``base``, at ``host``, with flags at ``shadow``."""
+
+    base: ir.Value
+    size: ir.Value
+    host: ir.Value
+    shadow: ir.Value
+    writable: ir.Value | None = None
+    counters: ir.Value | None = None
+    """Row of the region table; None where nothing is counted per tensor."""
+
+
+def _row(code: Code, space: int, address: ir.Value, lane: ir.Value) -> Row:
+    """The memory that ``address`` of ``lane`` may reach; a row of size 0 when there is none."""
+    b = code.b
+    if space == Space.GLOBAL:
+        index = b.lshr(address, code.i64(REGION_SHIFT))
+        known = b.icmp_unsigned("<", index, code.get("region_count", I64))
+        index = b.select(known, index, code.i64(0))
+        row = code.at(code.get("regions", PTR), b.mul(index, code.i64(128)))
+        field = {name: code.load(code.at(row, REGION_FIELD[name]), I64, 8) for name in ("base", "size", "host")}
+        shadow, writable = (code.load(code.at(row, REGION_FIELD[name]), I64, 8) for name in ("shadow", "writable"))
+        return Row(field["base"], field["size"], field["host"], shadow, writable, row)
+    if space == Space.SHARED:
+        size, host, shadow = (code.get(f"shared_{name}", I64) for name in ("size", "host", "shadow"))
+        return Row(code.i64(SHARED_BASE), size, host, shadow)
+    size = code.get("local_size", I64)
+    frame = b.mul(size, b.zext(lane, I64))
+    host, shadow = (b.add(code.get(f"local_{name}", I64), frame) for name in ("host", "shadow"))
+    return Row(code.i64(LOCAL_BASE), size, host, shadow)
+
+
+def _fault(code: Code, space: int, fault: int, lane: ir.Value, address: ir.Value) -> None:
+    code.put("fault_code", code.i32(fault))
+    code.put("fault_space", code.i32(space))
+    code.put("fault_lane", lane)
+    code.put("fault_address", address)
+    code.b.ret(code.i32(fault))
+
+
+def _lane_address(code: Code, lane: ir.Value) -> ir.Value:
+    return code.load(code.lane_at(code.field("address"), lane, 8), I64)
+
+
+def _check(code: Code, space: int, mask: ir.Value, width: int, reads: bool, writes: bool) -> ir.Value:
+    """Check and count an access of ``width`` bytes per lane; fill ``host`` and ``shadow`` of the active lanes.
+
+    Returns the pattern of the addresses. ``mask`` has at least one bit. Emits a return where a check fails; per lane
+    alignment comes before bounds, bounds before writability.
+    """
+    b = code.b
+    wide = vec(I64)
+    first = code.lowest(mask)
+    start = _lane_address(code, first)
+    active = code.bits(mask)
+    address = b.select(active, code.get("address", wide), code.splat(start))
+    row = _row(code, space, start, first)
+
+    fast, general, done = code.block("fast"), code.block("general"), code.block("checked")
+    offset = b.sub(address, code.splat(row.base))
+    limit = b.sub(row.size, code.i64(width))
+    outside = b.icmp_unsigned(">", offset, code.splat(limit))
+    odd = b.and_(address, code.int(wide, width - 1))
+    bad = b.or_(code.bits(outside), b.zext(code.any_bit(odd), I32))
+    if writes and row.writable is not None:
+        bad = b.or_(bad, b.zext(b.icmp_unsigned("==", row.writable, code.i64(0)), I32))
+    steps = b.mul(
+        b.sub(code.lanes(I64, range(LANES)), code.splat(b.zext(first, I64))), code.int(wide, width)
+    )
+    off_run = b.and_(mask, code.bits(b.icmp_unsigned("!=", address, b.add(code.splat(start), steps))))
+    run = b.lshr(mask, first)
+    holes = b.and_(run, b.add(run, code.i32(1)))
+    is_run = b.icmp_unsigned("==", b.or_(off_run, holes), code.i32(0))
+    spread = code.bits(b.icmp_unsigned("!=", address, code.splat(start)))
+    is_uniform = b.icmp_unsigned("==", spread, code.i32(0))
+    if space == Space.LOCAL:  # frames differ by lane
+        is_run = is_uniform = code.int(ir.IntType(1), 0)
+    good = b.and_(
+        b.icmp_unsigned("==", bad, code.i32(0)), b.icmp_unsigned(">=", row.size, code.i64(width))
+    )
+    b.cbranch(b.and_(good, b.or_(is_run, is_uniform)), fast, general)
+
+    b.position_at_end(fast)
+    code.put("host", b.add(offset, code.splat(row.host)))
+    code.put("shadow", b.add(offset, code.splat(row.shadow)))
+    lanes = b.zext(code.popcount(mask), I64)
+    if row.counters is not None:
+        begin = b.lshr(start, code.i64(SECTOR))
+        last = b.add(start, b.mul(lanes, code.i64(width)))
+        end = b.lshr(b.sub(last, code.i64(1)), code.i64(SECTOR))
+        sectors = b.select(is_uniform, code.i64(1), b.add(b.sub(end, begin), code.i64(1)))
+        _count_global(code, row.counters, lanes, sectors, width, reads, writes)
+    if space == Space.SHARED:
+        _count_groups(code, mask, width)
+    all_lanes = b.icmp_unsigned("==", mask, code.i32(ALL))
+    dense = b.select(all_lanes, code.i32(DENSE), code.i32(GENERAL))
+    pattern = b.select(is_uniform, code.i32(UNIFORM), dense)
+    fast_end = b.block
+    b.branch(done)
+
+    b.position_at_end(general)
+    unit = b.lshr(address, code.int(wide, SECTOR))
+    with code.each_lane(mask) as lane:
+        here = _lane_address(code, lane)
+        row = _row(code, space, here, lane)
+        with code.when(b.icmp_unsigned("!=", b.and_(here, code.i64(width - 1)), code.i64(0))):
+            _fault(code, space, Fault.MISALIGNED, lane, here)
+        off = b.sub(here, row.base)
+        small = b.icmp_unsigned("<", row.size, code.i64(width))
+        beyond = b.icmp_unsigned(">", off, b.sub(row.size, code.i64(width)))
+        with code.when(b.or_(small, beyond)):
+            _fault(code, space, Fault.OUT_OF_BOUNDS, lane, here)
+        if writes and row.writable is not None:
+            with code.when(b.icmp_unsigned("==", row.writable, code.i64(0))):
+                _fault(code, space, Fault.TOUCHED, lane, here)
+        code.store(b.add(off, row.host), code.lane_at(code.field("host"), lane, 8))
+        code.store(b.add(off, row.shadow), code.lane_at(code.field("shadow"), lane, 8))
+        if row.counters is not None:
+            same = code.bits(b.icmp_unsigned("==", unit, code.splat(b.lshr(here, code.i64(SECTOR)))))
+            earlier = b.sub(b.shl(code.i32(1), lane), code.i32(1))
+            seen = b.and_(b.and_(same, mask), earlier)
+            fresh = b.zext(b.icmp_unsigned("==", seen, code.i32(0)), I64)
+            first_lane = b.icmp_unsigned("==", lane, first)
+            _count_global(
+                code, row.counters, code.i64(1), fresh, width, reads, writes, requests=b.zext(first_lane, I64)
+            )
+    if space == Space.SHARED:
+        _count_conflicts(code, address, mask, width)
+    general_end = b.block
+    b.branch(done)
+
+    b.position_at_end(done)
+    result = b.phi(I32)
+    result.add_incoming(pattern, fast_end)
+    result.add_incoming(code.i32(GENERAL), general_end)
+    return result
+
+
+def _count_global(
+    code: Code,
+    row: ir.Value,
+    lanes: ir.Value,
+    sectors: ir.Value,
+    width: int,
+    reads: bool,
+    writes: bool,
+    requests: ir.Value | None = None,
+) -> None:
+    size = code.b.mul(lanes, code.i64(width))
+    for kind, wanted in (("read", reads), ("write", writes)):
+        if wanted:
+            code.bump(code.at(row, REGION_FIELD[f"{kind}_bytes"]), size)
+            code.bump(code.at(row, REGION_FIELD[f"{kind}_sectors"]), sectors)
+            code.bump(code.field("global_bytes"), size)
+    code.bump(code.at(row, REGION_FIELD["requests"]), code.i64(1) if requests is None else requests)
+
+
+def _groups(width: int) -> tuple[int, int]:
+    """How many groups of lanes one shared access takes, and lanes per group: 128 bytes go in one wavefront, so 8-byte
+    accesses are served by half warps and 16-byte ones by quarter warps."""
+    count = max(1, width // WORD)
+    return count, LANES // count
+
+
+def _count_groups(code: Code, mask: ir.Value, width: int) -> None:
+    """Count a conflict-free access: one wavefront per group with an active lane."""
+    b = code.b
+    total = code.i64(0)
+    groups, lanes = _groups(width)
+    for g in range(groups):
+        part = b.and_(mask, code.i32(((1 << lanes) - 1) << (g * lanes)))
+        total = b.add(total, b.zext(b.icmp_unsigned("!=", part, code.i32(0)), I64))
+    code.bump(code.field("shared_cycles"), total)
+
+
+def _count_conflicts(code: Code, address: ir.Value, mask: ir.Value, width: int) -> None:
+    """Count the wavefronts: per group the largest number of different words in one bank, at least 1 where a lane is
+    active. Aligned pieces of ``width`` bytes are equal or disjoint, so pieces count like words."""
+    b = code.b
+    piece = max(width, WORD)
+    banks = BANKS * WORD // piece
+    counts, most = code.field("banks"), code.field("most")
+    unit = b.lshr(address, code.int(vec(I64), piece.bit_length() - 1))
+    units = b.trunc(unit, vec(I32))
+    code.store(units, code.field("units"))
+    groups, lanes = _groups(width)
+    for g in range(groups):
+        members = ((1 << lanes) - 1) << (g * lanes)
+        part = b.and_(mask, code.i32(members))
+        code.store(code.int(vec(I8, banks), 0), counts)
+        code.store(code.i32(0), most)
+        with code.each_lane(part) as lane:
+            mine = code.load(code.lane_at(code.field("units"), lane, 4), I32)
+            same = b.and_(code.bits(b.icmp_unsigned("==", units, code.splat(mine))), part)
+            seen = b.and_(same, b.sub(b.shl(code.i32(1), lane), code.i32(1)))
+            with code.when(b.icmp_unsigned("==", seen, code.i32(0))):
+                bank = code.at(counts, b.zext(b.and_(mine, code.i32(banks - 1)), I64))
+                count = b.add(code.load(bank, I8), code.int(I8, 1))
+                code.store(count, bank)
+                now = b.zext(count, I32)
+                known = code.load(most, I32)
+                code.store(b.select(b.icmp_unsigned(">", now, known), now, known), most)
+        code.bump(code.field("shared_cycles"), b.zext(code.load(most, I32), I64))
+
+
+def _pointer(code: Code, name: str, lane: ir.Value) -> ir.Value:
+    return code.load(code.lane_at(code.field(name), lane, 8), PTR)
+
+
+def _require_initialised(code: Code, space: int, lane: ir.Value, width: int) -> None:
+    flags = ir.IntType(8 * width)
+    value = code.load(_pointer(code, "shadow", lane), flags)
+    with code.when(code.b.icmp_unsigned("!=", value, code.int(flags, int("01" * width, 16)))):
+        _fault(code, space, Fault.UNINITIALISED, lane, _lane_address(code, lane))
+
+
+def _element(code: Code, name: str, k: int, size: int) -> ir.Value:
+    """Pointer to element ``k`` of lane 0 in ``data`` or ``data2``."""
+    return code.at(code.field(name), k * LANES * size)
+
+
+def load(space: int, size: int, count: int) -> str:
+    """The helper that reads ``count`` elements of ``size`` bytes per active lane."""
+    width = size * count
+    element = ir.IntType(8 * size)
+
+    def emit(code: Code) -> None:
+        b, mask = code.b, code.function.args[1]
+        pattern = _check(code, space, mask, width, reads=True, writes=False)
+        dense, uniform, general = code.block("dense"), code.block("uniform"), code.block("general")
+        switch = b.switch(pattern, general)
+        switch.add_case(code.i32(DENSE), dense)
+        switch.add_case(code.i32(UNIFORM), uniform)
+
+        b.position_at_end(dense)
+        pointer = _pointer(code, "host", code.i32(0))
+        flags = code.load(_pointer(code, "shadow", code.i32(0)), vec(I64, LANES * width // 8))
+        unset = b.icmp_unsigned("!=", flags, code.int(flags.type, 0x0101010101010101))
+        move = code.block("move")
+        b.cbranch(code.any_bit(unset), general, move)
+        b.position_at_end(move)
+        everything = code.load(pointer, vec(element, LANES * count))
+        for k in range(count):
+            pick = code.lanes(I32, range(k, LANES * count, count))
+            code.store(b.shuffle_vector(everything, everything, pick), _element(code, "data", k, size))
+        b.ret(code.i32(0))
+
+        b.position_at_end(uniform)
+        lane = code.lowest(mask)
+        _require_initialised(code, space, lane, width)
+        pointer = _pointer(code, "host", lane)
+        for k in range(count):
+            value = code.splat(code.load(code.at(pointer, k * size), element))
+            place = _element(code, "data", k, size)
+            code.store(b.select(code.bits(mask), value, code.load(place, value.type)), place)
+        b.ret(code.i32(0))
+
+        b.position_at_end(general)
+        with code.each_lane(mask) as lane:
+            _require_initialised(code, space, lane, width)
+            pointer = _pointer(code, "host", lane)
+            for k in range(count):
+                value = code.load(code.at(pointer, k * size), element)
+                code.store(value, code.lane_at(_element(code, "data", k, size), lane, size))
+        b.ret(code.i32(0))
+
+    return need(f"km.ld.{SPACES[space]}.{size}x{count}", emit)
+
+
+def _interleave(code: Code, parts: Sequence[ir.Value]) -> ir.Value:
+    """The elements of equal vectors in turn: first elements first."""
+    if len(parts) == 1:
+        return parts[0]
+    evens, odds = _interleave(code, parts[0::2]), _interleave(code, parts[1::2])
+    n = evens.type.count
+    return code.b.shuffle_vector(evens, odds, code.lanes(I32, [i // 2 + n * (i % 2) for i in range(2 * n)]))
+
+
+def store(space: int, size: int, count: int) -> str:
+    """The helper that writes ``count`` elements of ``size`` bytes per active lane; the highest lane wins."""
+    width = size * count
+    element = ir.IntType(8 * size)
+
+    def emit(code: Code) -> None:
+        b, mask = code.b, code.function.args[1]
+        pattern = _check(code, space, mask, width, reads=False, writes=True)
+        code.bump(code.field("stores"), code.i64(1))
+        dense, general = code.block("dense"), code.block("general")
+        b.cbranch(b.icmp_unsigned("==", pattern, code.i32(DENSE)), dense, general)
+
+        b.position_at_end(dense)
+        parts = [code.load(_element(code, "data", k, size), vec(element)) for k in range(count)]
+        code.store(_interleave(code, parts), _pointer(code, "host", code.i32(0)))
+        written = code.int(vec(I64, LANES * width // 8), 0x0101010101010101)
+        code.store(written, _pointer(code, "shadow", code.i32(0)))
+        b.ret(code.i32(0))
+
+        b.position_at_end(general)
+        with code.each_lane(mask) as lane:
+            pointer = _pointer(code, "host", lane)
+            for k in range(count):
+                value = code.load(code.lane_at(_element(code, "data", k, size), lane, size), element)
+                code.store(value, code.at(pointer, k * size))
+            flags = code.int(ir.IntType(8 * width), int("01" * width, 16))
+            code.store(flags, _pointer(code, "shadow", lane))
+        b.ret(code.i32(0))
+
+    return need(f"km.st.{SPACES[space]}.{size}x{count}", emit)
+
+
+def generic(name: str, make: Callable[[int], str]) -> str:
+    """The helper for generic addresses: ``make(space)`` runs for the lanes of each window."""
+    targets = [(SHARED_WINDOW, Space.SHARED), (LOCAL_WINDOW, Space.LOCAL), (0, Space.GLOBAL)]
+    helpers = [make(space) for _, space in targets]
+
+    def emit(code: Code) -> None:
+        b, mask = code.b, code.function.args[1]
+        wide = vec(I64)
+        address = code.get("address", wide)
+        left = mask
+        for (window, _), helper in zip(targets, helpers, strict=True):
+            part = left
+            if window:
+                top = b.lshr(address, code.int(wide, 48))
+                inside = b.icmp_unsigned("==", top, code.int(wide, window >> 48))
+                part = b.and_(left, code.bits(inside))
+            left = b.and_(left, b.not_(part))
+            with code.when(b.icmp_unsigned("!=", part, code.i32(0))):
+                code.put("address", b.sub(address, code.int(wide, window)))
+                result = call_helper(code, helper, part)
+                with code.when(b.icmp_unsigned("!=", result, code.i32(0))):
+                    b.ret(result)
+        b.ret(code.i32(0))
+
+    return need(f"{name}.generic", emit)
