@@ -14,7 +14,8 @@ Reference = Callable[[Tensors, Mapping[str, int]], Tensors]
 def mutants(reference: Reference, edits: Mapping[str, tuple[str, str]]) -> dict[str, Reference]:
     """Name to mutant, from name to (old text, new text) of the reference's source.
 
-    Raises ValueError when an old text does not occur exactly once, so that an edit of the reference cannot silently disarm a mutant.
+    Raises ValueError when an old text does not occur exactly once, so that no edit of the reference silently disarms a
+    mutant.
     """
     source = textwrap.dedent(inspect.getsource(reference))
     return {name: _mutant(reference, source, name, old, new) for name, (old, new) in edits.items()}

@@ -3,17 +3,16 @@
 ``derived``: with e = |candidate - reference|, b = |baseline - reference|, u = ulp(reference) in the stored dtype, and a
 row being the last dimension,
 
-    excess   =  the row's largest  b - u / 2        what the baseline is off beyond its rounding to storage
-    noise    =  2^-18 * the row's largest |reference|
-    element  e  <=  element_floor * u + noise + factor * excess
-    row      rms(e / unit)  <=  factor * rms(b / unit) + floor,  unit = u + noise + excess
+    noise    =  2^-18 * the row's largest |reference|  +  8 * the row's largest  b - u / 2
+    element  e  <=  element_floor * u + noise
+    row      rms(e / (u + noise))  <=  factor * rms(b / (u + noise)) + floor
     tensor   the same over all rows
 
 The row and tensor limits bound the arithmetic: rounding to storage alone gives the baseline's error, in whatever order
 the sums are taken. Errors count in ulps, so that a few large elements do not hide what the others are. The element
 limit finds a single wrong value among thousands of right ones, which no L2 norm does: one that rounds to the neighbour
-of the right value is off by less than one ulp. Values that cancel are off by more of their own small ulps; the excess
-tells by how much, and the noise is the float32 error of a long sum, which the baseline may lack by luck.
+of the right value is off by less than one ulp. Noise is the float32 error before that rounding, felt where values
+cancel: what the baseline is off beyond half an ulp, and the error of a long sum, which it may lack by luck.
 """
 
 from __future__ import annotations
@@ -27,6 +26,10 @@ from kernelmill.specs.schema import OutputRule, Spec, Tensors, TensorSpec
 NOISE = 2.0**-18
 """float32 error of an element as a share of its row's largest value: half an ulp (2^-24) times 64, the square root of
 4096 terms."""
+
+APPROXIMATE = 8.0
+"""Noise of approximate instructions over the baseline's: ex2, rsqrt and rcp are good to 2^-22 or better (PTX ISA),
+float32 rounding to 2^-24; twice that for the order of sums."""
 
 SMALLEST = 2.0**-96
 """Magnitude below which ulps no longer shrink: float32 steps on the way, such as exp(-x) beyond 88, have overflowed or
@@ -129,11 +132,9 @@ def _derived(
     error = torch.where(torch.isfinite(values), (values - ref).abs(), torch.inf)
     base = (baseline.reshape(-1, columns).to(torch.float64) - ref).abs()
 
-    excess = (base - step / 2).clamp_min(0).amax(1, keepdim=True)
-    noise = NOISE * ref.abs().amax(1, keepdim=True)
-    element = error / (rule.element_floor * step + noise + rule.factor * excess)
-    unit = step + noise + excess
-    off, base_off = (error / unit).square(), (base / unit).square()
+    noise = NOISE * ref.abs().amax(1, keepdim=True) + APPROXIMATE * (base - step / 2).clamp_min(0).amax(1, keepdim=True)
+    element = error / (rule.element_floor * step + noise)
+    off, base_off = (error / (step + noise)).square(), (base / (step + noise)).square()
     row = off.mean(1).sqrt() / (rule.factor * base_off.mean(1).sqrt() + rule.floor)
     whole = float(off.mean().sqrt() / (rule.factor * base_off.mean().sqrt() + rule.floor))
 

@@ -167,7 +167,7 @@ def generate(spec: Spec, axes: Mapping[str, int], values: str, generator: torch.
     ``realistic``: a residual stream of about unit RMS with a few outlier channels, scores spread by about 2.
     ``tiny``: tokens of RMS 0 (padding), 1e-12 and 1e-3 in turn, where epsilon decides. ``range``: bank rows scaled by
     2^-6..2^6. ``equal``: every source the same. ``dominant``: scores tens apart, one source takes all. ``cancel``:
-    sources nearly cancel, so that the mixture is small beside them and a prefix that was not rounded shows.
+    sources cancel to an eighth; more would amplify honest float32 error beyond the tolerance's noise.
     ``garbage``: realistic, with NaN and infinity in the bank rows that are no sources.
     """
     tokens, nb = axes["T"], axes["nb"]
@@ -193,7 +193,7 @@ def generate(spec: Spec, axes: Mapping[str, int], values: str, generator: torch.
         rows = updated.float().unsqueeze(1).expand(tokens, ROWS, H)
     elif values == "cancel":
         signs = torch.tensor([(-1.0) ** (nb - j) for j in range(ROWS)]).view(1, ROWS, 1)
-        rows = signs * updated.float().unsqueeze(1) * (1 + normal(tokens, ROWS, H) / 64)
+        rows = signs * updated.float().unsqueeze(1) * (1 + normal(tokens, ROWS, H) / 8)
     elif values == "garbage":
         rows[:, nb:, 0::2], rows[:, nb:, 1::2] = torch.nan, torch.inf
     elif values not in ("realistic", "tiny", "dominant"):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from kernelmill.specs.mutation import mutants
-from kernelmill.specs.numerics import f64, round_to
+from kernelmill.specs.numerics import f64
 from kernelmill.specs.schema import (
     Axis,
     Cost,
@@ -100,7 +100,7 @@ MUTANTS = mutants(
         "swiglu": ("squashed * torch.sigmoid(gate) * bounded", "gate * torch.sigmoid(gate) * up"),
         "gate_product_rounded": (
             "squashed * torch.sigmoid(gate) * bounded",
-            "round_to(squashed * torch.sigmoid(gate), torch.bfloat16) * bounded",
+            "(squashed * torch.sigmoid(gate)).float().bfloat16().double() * bounded",
         ),
     },
 )
