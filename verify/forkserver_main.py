@@ -23,10 +23,10 @@ from typing import Any
 from kernelmill.verify import sandbox
 
 FLAVOURS: dict[str, dict[str, str]] = {
-    "compile": {"compile": "kernelmill.verify.build.compile_job"},
+    "compile": {"compile": "kernelmill.verify.compile_job"},
     "native": {
-        "record": "kernelmill.verify.build.record_job",
-        "assemble": "kernelmill.verify.build.assemble_job",
+        "record": "kernelmill.verify.record_job",
+        "assemble": "kernelmill.verify.assemble_job",
         "emulate": "kernelmill.verify.emulate_job",
     },
 }

@@ -1,9 +1,9 @@
 """The sandbox of every child that touches a candidate's Python, native code or PTX. Fails closed.
 
-Landlock: a read allow-list, one writable folder, no TCP, no signals or abstract sockets outside. seccomp: no sockets,
-processes, tracing, mounts, keys, io_uring, changes of owners or limits. Capabilities dropped, own user, network and IPC
-namespaces where the kernel grants them, rlimits, no environment. The uid stays: another could not read a Python that
-lives under a private home.
+Landlock: a read allow-list, one folder to write files in, no TCP, no signals or abstract sockets outside. seccomp: an
+allow-list of system calls, without sockets, processes, tracing, mounts, keys, io_uring, owners, modes or limits.
+Capabilities dropped, own user, network and IPC namespaces where the kernel grants them, rlimits, no environment. The
+uid stays: another could not read a Python that lives under a private home.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from pathlib import Path
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
+_LOADERS = (Path("/lib64/ld-linux-x86-64.so.2"), Path("/lib/ld-linux-aarch64.so.1"))
+"""What the kernel loads to start a dynamically linked program."""
+
 # Landlock (linux/landlock.h); the system call numbers are the same on x86-64 and aarch64.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _MIN_ABI = 3
 _FS_EXECUTE, _FS_READ_FILE, _FS_READ_DIR, _FS_IOCTL_DEV = 1 << 0, 1 << 2, 1 << 3, 1 << 15
 _FS_ALL_V3 = (1 << 15) - 1
 _FS_READ = _FS_READ_FILE | _FS_READ_DIR
-_FS_WRITE = _FS_READ | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 14  # file, remove, make dir and file, truncate
+_FS_WRITE_FILE, _FS_REMOVE_FILE, _FS_MAKE_FILE, _FS_TRUNCATE = 1 << 1, 1 << 5, 1 << 8, 1 << 14
+# No folders: the watcher of the folder's size then needs no recursion that a child could make deep.
+_FS_WRITE = _FS_READ | _FS_WRITE_FILE | _FS_REMOVE_FILE | _FS_MAKE_FILE | _FS_TRUNCATE
+_FS_OF_A_FILE = _FS_EXECUTE | _FS_READ_FILE | _FS_WRITE_FILE | _FS_TRUNCATE
 _NET_ALL, _SCOPE_ALL = 3, 3
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NO_NEW_PRIVS = 1, 4, 38
@@ -42,7 +48,7 @@ class SandboxUnavailable(Exception):
 
 @dataclass(frozen=True)
 class Policy:
-    """What a child may touch: ``read`` and ``execute`` beneath these paths, everything inside ``write``.
+    """What a child may touch: it may read beneath ``read`` and make, change and remove files in ``write``.
 
     ``programs``: files that the child may turn into (execve); without any, execve is forbidden. ``weak``: go on where a
     part cannot be set up. Sizes in bytes, ``cpu_seconds`` of processor time; ``memory_bytes`` beyond what is mapped
@@ -127,10 +133,11 @@ def _identity(policy: Policy) -> None:
     _check(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
     uid, gid = os.getuid(), os.getgid()
     if _libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET | _CLONE_NEWIPC) == 0:
+        # Some kernels grant the namespace but no mapping. File access goes by the real ids either way.
         with suppress(OSError):
             Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+            Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+            Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
     # capset(2), version 3: two words each of effective, permitted, inheritable, all empty.
     header = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
     _check(_libc.capset(header, ctypes.create_string_buffer(24)), "capset")
@@ -148,9 +155,10 @@ def _landlock(policy: Policy) -> None:
     ruleset = _check(_libc.syscall(_CREATE_RULESET, buffer, ctypes.c_size_t(size), 0), "Landlock ruleset")
     try:
         for path in policy.read:
-            _allow(ruleset, path, _FS_READ | _FS_EXECUTE)
-        for path in policy.programs:
-            _allow(ruleset, path, _FS_READ | _FS_EXECUTE)
+            _allow(ruleset, path, _FS_READ)
+        for path in (*policy.programs, *(_LOADERS if policy.programs else ())):
+            if path.exists():
+                _allow(ruleset, path, _FS_READ | _FS_EXECUTE)
         _allow(ruleset, policy.write, _FS_WRITE)
         _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "Landlock restrict")
     finally:
@@ -161,159 +169,199 @@ def _allow(ruleset: int, path: Path, access: int) -> None:
     fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         if not path.is_dir():
-            access &= _FS_EXECUTE | 1 << 1 | _FS_READ_FILE | 1 << 14
+            access &= _FS_OF_A_FILE
         rule = ctypes.create_string_buffer(struct.pack("=Qi", access, fd))
         _check(_libc.syscall(_ADD_RULE, ruleset, 1, rule, 0), f"Landlock rule for {path}")
     finally:
         os.close(fd)
 
 
-# seccomp. Calls by name with their numbers (x86-64, aarch64); None where the architecture has no such call.
-_FORBIDDEN: dict[str, tuple[int | None, int | None]] = {
-    "socket": (41, 198),
-    "socketpair": (53, 199),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    "accept": (43, 202),
-    "accept4": (288, 242),
-    "sendto": (44, 206),
-    "sendmsg": (46, 211),
-    "sendmmsg": (307, 269),
-    "fork": (57, None),
-    "vfork": (58, None),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440),
-    "pidfd_open": (434, 434),
-    "pidfd_getfd": (438, 438),
-    "pidfd_send_signal": (424, 424),
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "fsmount": (432, 432),
-    "mount_setattr": (442, 442),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "keyctl": (250, 219),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "init_module": (175, 105),
-    "finit_module": (313, 273),
-    "delete_module": (176, 106),
-    "kexec_load": (246, 104),
-    "reboot": (169, 142),
-    "swapon": (167, 224),
-    "swapoff": (168, 225),
-    "open_by_handle_at": (304, 265),
-    "name_to_handle_at": (303, 264),
-    "quotactl": (179, 60),
-    "acct": (163, 89),
-    "personality": (135, 92),
-    "syslog": (103, 116),
-    "settimeofday": (164, 170),
-    "clock_settime": (227, 112),
-    "adjtimex": (159, 171),
-    "clock_adjtime": (305, 266),
-    "sethostname": (170, 161),
-    "setdomainname": (171, 162),
-    "setrlimit": (160, 164),
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "mq_open": (240, 180),
-    "setuid": (105, 146),
-    "setgid": (106, 144),
-    "setreuid": (113, 145),
-    "setregid": (114, 143),
-    "setresuid": (117, 147),
-    "setresgid": (119, 149),
-    "setgroups": (116, 159),
-    "capset": (126, 91),
-    "sched_setaffinity": (203, 122),
-    "setpriority": (141, 140),
-    "ioperm": (173, None),
-    "iopl": (172, None),
-    "modify_ldt": (154, None),
+# seccomp. The calls that a child may make, with their numbers (x86-64, aarch64; None: no such call there). Everything
+# else is refused with EPERM. Numbers: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
+_ALLOWED: dict[str, tuple[int | None, int | None]] = {
+    # Files that are open, and opening what Landlock allows.
+    "read": (0, 63),
+    "write": (1, 64),
+    "open": (2, None),
+    "close": (3, 57),
+    "stat": (4, None),
+    "fstat": (5, 80),
+    "lstat": (6, None),
+    "lseek": (8, 62),
+    "ioctl": (16, 29),
+    "pread64": (17, 67),
+    "pwrite64": (18, 68),
+    "readv": (19, 65),
+    "writev": (20, 66),
+    "access": (21, None),
+    "dup": (32, 23),
+    "dup2": (33, None),
+    "dup3": (292, 24),
+    "flock": (73, 32),
+    "fsync": (74, 82),
+    "fdatasync": (75, 83),
+    "truncate": (76, 45),
+    "ftruncate": (77, 46),
+    "getdents": (78, None),
+    "getdents64": (217, 61),
+    "getcwd": (79, 17),
+    "chdir": (80, 49),
+    "rename": (82, None),
+    "renameat": (264, 38),
+    "renameat2": (316, 276),
+    "unlink": (87, None),
+    "unlinkat": (263, 35),
+    "readlink": (89, None),
+    "readlinkat": (267, 78),
+    "umask": (95, 166),
+    "statfs": (137, 43),
+    "fstatfs": (138, 44),
+    "fadvise64": (221, 223),
+    "openat": (257, 56),
+    "openat2": (437, 437),
+    "newfstatat": (262, 79),
+    "faccessat": (269, 48),
+    "faccessat2": (439, 439),
+    "fallocate": (285, 47),
+    "preadv": (295, 69),
+    "pwritev": (296, 70),
+    "sendfile": (40, 71),
+    "copy_file_range": (326, 285),
+    "statx": (332, 291),
+    "close_range": (436, 436),
+    # Memory.
+    "mmap": (9, 222),
+    "mprotect": (10, 226),
+    "munmap": (11, 215),
+    "brk": (12, 214),
+    "mremap": (25, 216),
+    "msync": (26, 227),
+    "mincore": (27, 232),
+    "madvise": (28, 233),
+    "membarrier": (324, 283),
+    # Threads, signals to oneself, waiting, time.
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "rt_sigpending": (127, 136),
+    "rt_sigtimedwait": (128, 137),
+    "rt_sigsuspend": (130, 133),
+    "sigaltstack": (131, 132),
+    "futex": (202, 98),
+    "set_tid_address": (218, 96),
+    "set_robust_list": (273, 99),
+    "get_robust_list": (274, 100),
+    "rseq": (334, 293),
+    "arch_prctl": (158, None),
+    "restart_syscall": (219, 128),
+    "sched_yield": (24, 124),
+    "sched_getparam": (143, 121),
+    "sched_getscheduler": (145, 120),
+    "sched_getaffinity": (204, 123),
+    "getcpu": (309, 168),
+    "poll": (7, None),
+    "ppoll": (271, 73),
+    "select": (23, None),
+    "pselect6": (270, 72),
+    "pipe": (22, None),
+    "pipe2": (293, 59),
+    "eventfd2": (290, 19),
+    "epoll_create1": (291, 20),
+    "epoll_ctl": (233, 21),
+    "epoll_wait": (232, None),
+    "epoll_pwait": (281, 22),
+    "nanosleep": (35, 101),
+    "clock_nanosleep": (230, 115),
+    "clock_gettime": (228, 113),
+    "clock_getres": (229, 114),
+    "gettimeofday": (96, 169),
+    "times": (100, 153),
+    "exit": (60, 93),
+    "exit_group": (231, 94),
+    "wait4": (61, 260),
+    # About this process and machine.
+    "getpid": (39, 172),
+    "gettid": (186, 178),
+    "getppid": (110, 173),
+    "getuid": (102, 174),
+    "geteuid": (107, 175),
+    "getgid": (104, 176),
+    "getegid": (108, 177),
+    "getresuid": (118, 148),
+    "getresgid": (120, 150),
+    "getrlimit": (97, 163),
+    "getrusage": (98, 165),
+    "sysinfo": (99, 179),
+    "uname": (63, 160),
+    "getrandom": (318, 278),
 }
-_EXEC = {"execve": (59, 221), "execveat": (322, 281)}
-_CLONE, _CLONE3, _PRLIMIT64 = (56, 220), (435, 435), (302, 261)
+_EXECVE = (59, 221)
+_CLONE, _CLONE3, _TGKILL = (56, 220), (435, 435), (234, 131)
+_PRLIMIT64, _PRCTL, _FCNTL = (302, 261), (157, 167), (72, 25)
+_SECCOMP = (317, 277)
+_HARMLESS_PRCTL = (15, 16, 0x53564D41)  # PR_SET_NAME, PR_GET_NAME, PR_SET_VMA
+_SIGNALLING_FCNTL = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: a signal to whom it pleases
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _EPERM, _ENOSYS = 1, 38
-_LOAD, _JEQ, _JGE, _JSET, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_LOAD, _JEQ, _JSET, _RETURN = 0x20, 0x15, 0x45, 0x06
+_NUMBER, _ARCH, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; an argument is eight bytes, low word first
+
+Step = tuple[int, int, int, int]
+"""A BPF instruction: code, how far to jump when true and when false, value."""
+_ALLOW: Step = (_RETURN, 0, 0, 0x7FFF0000)
+_REFUSE: Step = (_RETURN, 0, 0, 0x00050000 | _EPERM)
+_MISSING: Step = (_RETURN, 0, 0, 0x00050000 | _ENOSYS)
+_KILL: Step = (_RETURN, 0, 0, 0x80000000)
 
 
-def _program(machine: str, allow_exec: bool) -> bytes:
-    """The BPF program: refuse the calls above with EPERM, clone3 with ENOSYS (glibc then uses clone), clone unless it
-    makes a thread, prlimit64 when it sets."""
+def _program(machine: str, *, pid: int, allow_exec: bool) -> bytes:
+    """The BPF program. Beside the list: clone only for threads, tgkill only to ``pid``, prlimit64 only to look, prctl
+    and fcntl only what is harmless. clone3 hides its flags in memory: ENOSYS, whereupon glibc uses clone."""
     column = list(_AUDIT_ARCH).index(machine)
-    code: list[tuple[int, int, int, int]] = [
-        (_LOAD, 0, 0, 4),
-        (_JEQ, 1, 0, _AUDIT_ARCH[machine]),
-        (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),
-    ]
-    if machine == "x86_64":  # The x32 numbers.
-        code += [(_JGE, 0, 1, 0x40000000), (_RETURN, 0, 0, _KILL)]
-    refused = [
-        n[column] for n in (*_FORBIDDEN.values(), *(() if allow_exec else _EXEC.values())) if n[column] is not None
-    ]
-    for number in refused:
-        code += [(_JEQ, 0, 1, int(number or 0)), (_RETURN, 0, 0, _ERRNO | _EPERM)]
-    code += [(_JEQ, 0, 1, _CLONE3[column]), (_RETURN, 0, 0, _ERRNO | _ENOSYS)]
-    # clone: the flags are the first argument's low word.
-    code += [(_JEQ, 0, 4, _CLONE[column]), (_LOAD, 0, 0, 16), (_JSET, 0, 1, _CLONE_THREAD)]
-    code += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _ERRNO | _EPERM)]
-    # prlimit64: a new limit (third argument, either half) is refused.
-    code += [(_JEQ, 0, 5, _PRLIMIT64[column]), (_LOAD, 0, 0, 32), (_JEQ, 0, 2, 0), (_LOAD, 0, 0, 36)]
-    code += [(_JEQ, 1, 0, 0), (_RETURN, 0, 0, _ERRNO | _EPERM)]
-    code += [(_RETURN, 0, 0, _ALLOW)]
-    return b"".join(struct.pack("HBBI", *step) for step in code)
+    steps: list[Step] = [(_LOAD, 0, 0, _ARCH), (_JEQ, 1, 0, _AUDIT_ARCH[machine]), _KILL, (_LOAD, 0, 0, _NUMBER)]
+    for numbers in (*_ALLOWED.values(), *([_EXECVE] if allow_exec else [])):
+        if (number := numbers[column]) is not None:
+            steps += [(_JEQ, 0, 1, number), _ALLOW]
+    conditional: tuple[tuple[tuple[int, int], list[Step]], ...] = (
+        (_CLONE3, [_MISSING]),
+        (_CLONE, [(_LOAD, 0, 0, _ARGUMENT), (_JSET, 1, 0, _CLONE_THREAD), _REFUSE, _ALLOW]),
+        (_TGKILL, _one_of(0, (pid,), _ALLOW, _REFUSE)),
+        (_PRCTL, _one_of(0, _HARMLESS_PRCTL, _ALLOW, _REFUSE)),
+        (_FCNTL, _one_of(1, _SIGNALLING_FCNTL, _REFUSE, _ALLOW)),
+        # The third argument is the address of the new limit.
+        (
+            _PRLIMIT64,
+            [
+                (_LOAD, 0, 0, _ARGUMENT + 16),
+                (_JEQ, 0, 2, 0),
+                (_LOAD, 0, 0, _ARGUMENT + 20),
+                (_JEQ, 1, 0, 0),
+                _REFUSE,
+                _ALLOW,
+            ],
+        ),
+    )
+    for both, then in conditional:
+        steps += [(_JEQ, 0, len(then), both[column]), *then]
+    return b"".join(struct.pack("HBBI", *step) for step in (*steps, _REFUSE))
+
+
+def _one_of(argument: int, values: tuple[int, ...], then: Step, otherwise: Step) -> list[Step]:
+    """Return ``then`` when the argument's low word is one of ``values``."""
+    tests = [(_JEQ, len(values) - n, 0, value) for n, value in enumerate(values)]
+    return [(_LOAD, 0, 0, _ARGUMENT + 8 * argument), *tests, otherwise, then]
 
 
 def _seccomp(policy: Policy) -> None:
     machine = platform.machine()
     if machine not in _AUDIT_ARCH:
         raise SandboxUnavailable(f"no seccomp filter for {machine}")
-    program = _program(machine, allow_exec=bool(policy.programs))
+    program = _program(machine, pid=os.getpid(), allow_exec=bool(policy.programs))
     buffer = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
-    seccomp = 317 if machine == "x86_64" else 277
-    _check(_libc.syscall(seccomp, 1, 0, ctypes.create_string_buffer(header)), "seccomp")
+    number = _SECCOMP[list(_AUDIT_ARCH).index(machine)]
+    _check(_libc.syscall(number, 1, 0, ctypes.create_string_buffer(header)), "seccomp")
 
 
 def close_other_files(keep: Iterable[int]) -> None:

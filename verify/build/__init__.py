@@ -143,6 +143,8 @@ def _compile(source: str, family: Family, units: Sequence[Unit], bench: Bench) -
         (folder / "candidate.py").write_text(source)
         request = {"lib": str(bench.lib), "units": [_unit_request(family, u) for u in units]}
         (folder / "request.json").write_text(json.dumps(request))
+        for name in ("tmp", *(f"dump{n}" for n in range(len(units)))):
+            (folder / name).mkdir()
         reply = bench.compiler.run("compile", folder, limits, read=[bench.lib])
         built = _built(reply, units, bench.seconds)
         made = []

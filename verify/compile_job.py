@@ -6,12 +6,15 @@ treated as the candidate's word. ``request.json`` says what to build; ``result.j
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
 import json
+import random
 import re
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -52,6 +55,10 @@ _load_runtime()
 
 def main(folder: Path) -> None:
     request = json.loads((folder / "request.json").read_text())
+    # The exporter makes a temporary folder, which the sandbox does not allow: it gets one that is there.
+    tempfile.TemporaryDirectory = lambda: contextlib.nullcontext(str(folder / "tmp"))  # type: ignore[misc,assignment]
+    # Children of one server share its generator's state: a candidate that draws from it must not look deterministic.
+    random.seed()
     built: list[dict[str, Any]] = []
     reply: dict[str, Any] = {"built": built}
     try:
@@ -85,7 +92,6 @@ def _load_candidate(path: Path, lib: Path) -> tuple[Any, Any]:
 
 def _build(folder: Path, n: int, unit: dict[str, Any], launch: Any, schedule_class: Any) -> dict[str, Any]:
     dump = folder / f"dump{n}"
-    dump.mkdir()
     sizes: dict[str, Any] = {}
     arguments = [_fake(t, sizes) for t in unit["tensors"]]
     options = f"--gpu-arch {unit['target']} --keep-ptx --dump-dir {dump}"
@@ -95,6 +101,7 @@ def _build(folder: Path, n: int, unit: dict[str, Any], launch: Any, schedule_cla
     found = sorted(dump.glob("*.ptx"))
     if len(found) != 1:
         raise RuntimeError(f"the compiler left {len(found)} PTX files, 1 expected")
+    # Copied: the sandbox lets no file move between folders.
     (folder / f"{n}.ptx").write_bytes(found[0].read_bytes())
     compiled.export_to_c(str(folder), f"host{n}", PREFIX)
     header = (folder / f"host{n}.h").read_text()
