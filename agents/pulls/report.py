@@ -1,0 +1,346 @@
+"""The report of a pull request as data, for the terminal and the page alike.
+
+Everything that came from a candidate or a branch is made printable here: the renderers only escape for their medium.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Literal
+
+from kernelmill.agents.pulls.model import PullMeta
+from kernelmill.agents.pulls.recheck import Recheck
+from kernelmill.agents.text import printable
+from kernelmill.specs.data import Frozen
+from kernelmill.specs.registry import UnknownName, family
+from kernelmill.specs.schema import Spec
+from kernelmill.verify.evidence import ArtifactClaim, Claims, Evidence, RunClaim
+from kernelmill.verify.run import TARGETS
+from kernelmill.verify.verdict import REMEDIES, Level
+
+MODEL_UNITS = "model units, not a time"
+"""Goes wherever a model cost is shown."""
+
+MAX_DIFF_LINES = 2000
+"""Longer sources are shown without a comparison, and cut here: comparing takes quadratic time in the worst case."""
+
+CONTEXT = 4
+
+LIMITS = (
+    "Real hardware: nothing here ran on a GPU. Values come from an emulator of the PTX on a CPU.",
+    "Time: none was measured. Model cost orders candidates by emulator counters; it predicts no duration.",
+    "PTX is not SASS: ptxas translates PTX to machine code, and that code was neither run nor read.",
+    "Weak memory: loads and stores take effect in one order for all threads; a missing fence can go unnoticed.",
+    "Races: a few warp orders were tried. An access that lacks its barrier and comes out right in them goes unnoticed.",
+    "Approximate instructions: run correctly rounded and perturbed within documented error, not as silicon does.",
+)
+"""What emulated evidence never shows. The last entries of a report's list depend on what was run."""
+
+
+class TargetLevel(Frozen):
+    """``text``: the one line that a reader must not miss."""
+
+    target: str
+    level: str
+    text: str
+
+
+class ErrorRow(Frozen):
+    """One output of one workload, worst over targets, seeds, warp orders and modes. ``share``: error over limit, 1.0 is
+    the limit."""
+
+    spec: str
+    workload: str
+    output: str
+    rule: str
+    share: float
+    max_error: float
+    relative_l2: float
+    differing: int
+    elements: int
+    passed: bool
+
+
+class ResourceRow(Frozen):
+    """The largest figures over a spec's artifacts for a target. ``shared_bytes`` is static shared memory."""
+
+    spec: str
+    target: str
+    artifacts: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    ptx_bytes: int
+
+
+class CounterRow(Frozen):
+    """One workload on the product target: totals over its launches. ``model_cost`` in model units, not a time."""
+
+    spec: str
+    workload: str
+    launches: int
+    issue_slots: int
+    shared_cycles: int
+    global_bytes: int
+    barriers: int
+    model_cost: float
+
+
+class DiffLine(Frozen):
+    """``old`` and ``new``: line numbers from 1, None where the line does not exist. ``gap``: lines left out before."""
+
+    sign: Literal[" ", "+", "-"]
+    old: int | None
+    new: int | None
+    text: str
+    gap: bool = False
+
+
+class Report(Frozen):
+    """``origin``: who established the evidence, one line. ``problems``: why it must not be merged. ``against``: what
+    candidate, counters and diff are compared with. ``old_*``: the incumbent's rows, empty without one. ``uncovered``:
+    legal sizes that were not run, one line each."""
+
+    id: str
+    title: str
+    family: str
+    candidate: str
+    levels: tuple[TargetLevel, ...]
+    verdict: str
+    accepted: bool
+    reason: str
+    remedy: str
+    origin: str
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+    limits: tuple[str, ...]
+    uncovered: tuple[str, ...]
+    errors: tuple[ErrorRow, ...]
+    resources: tuple[ResourceRow, ...]
+    old_resources: tuple[ResourceRow, ...]
+    counters: tuple[CounterRow, ...]
+    old_counters: tuple[CounterRow, ...]
+    counter_target: str
+    against: str
+    diff: tuple[DiffLine, ...]
+    source: str
+    old_source: str
+    how: tuple[tuple[str, str], ...]
+    prose: str
+    reproduce: tuple[str, ...]
+
+
+def build_report(
+    name: str,
+    source: str,
+    evidence: Evidence,
+    meta: PullMeta,
+    incumbent: tuple[str, Evidence] | None,
+    seed: str | None,
+    recheck: Recheck | None,
+) -> Report:
+    """``incumbent``: the merged kernel, if any; else ``seed``, the family's starting candidate, is what the diff is
+    against. ``recheck``: given when ``evidence`` comes from verifying anew at merge."""
+    claims = evidence.claims
+    target = next((t for t in TARGETS if t in claims.targets), "")
+    old = incumbent[1].claims if incumbent else None
+    old_source = incumbent[0] if incumbent else seed
+    against = (
+        "the merged kernel" if incumbent else "the seed" if seed else "nothing: there is no kernel and no seed yet"
+    )
+    verdict = claims.verdict
+    return Report(
+        id=printable(name),
+        title=printable(meta.title),
+        family=printable(claims.family),
+        candidate=printable(claims.candidate),
+        levels=tuple(_levels(claims)),
+        verdict=verdict.code,
+        accepted=verdict.accepted,
+        reason=printable(verdict.reason),
+        remedy="" if verdict.accepted else REMEDIES[verdict.code],
+        origin=_origin(recheck),
+        problems=recheck.problems if recheck else (),
+        notes=recheck.notes if recheck else (),
+        limits=tuple(_limits(claims)),
+        uncovered=tuple(_uncovered(claims)),
+        errors=tuple(_errors(claims.runs)),
+        resources=tuple(_resources(claims.artifacts)),
+        old_resources=tuple(_resources(old.artifacts)) if old else (),
+        counters=tuple(_counters(claims.runs, target)),
+        old_counters=tuple(_counters(old.runs, target)) if old else (),
+        counter_target=printable(target),
+        against=against,
+        diff=tuple(_diff(_lines(old_source or ""), _lines(source))),
+        source=_shown(source),
+        old_source=_shown(old_source or ""),
+        how=tuple(_how(evidence, meta, recheck)),
+        prose=printable(meta.how, keep_lines=True),
+        reproduce=tuple(printable(c) for c in (*meta.reproduce, f"kernelmill pulls verify {name}")),
+    )
+
+
+def _levels(claims: Claims) -> Iterable[TargetLevel]:
+    for target in claims.targets:
+        level = claims.verdict.levels.get(target)
+        text = f"{level or 'no level'}" + ("" if level in (Level.executed, Level.timed) else ", never executed")
+        yield TargetLevel(target=printable(target), level=level or "none", text=printable(f"{target}: {text}"))
+
+
+def _origin(recheck: Recheck | None) -> str:
+    if recheck is None:
+        return "Recorded by the job that made it, and not verified anew: trust it as far as whoever made the branch."
+    return (
+        f"Verified anew at commit {recheck.base[:12]} with the base branch's own verifier; secret input seed "
+        f"{recheck.secret_seed}, told only afterwards."
+    )
+
+
+def _limits(claims: Claims) -> Iterable[str]:
+    levels = set(claims.verdict.levels.values())
+    executed = levels & {Level.executed, Level.timed}
+    yield from LIMITS if not executed else LIMITS[2:]
+    for target, level in claims.verdict.levels.items():
+        if executed and level not in executed:
+            yield f"{printable(target)} was never executed; other targets were."
+    dependent = sum(not run.order_independent for run in claims.runs)
+    if dependent:
+        yield f"One result: in {dependent} of {len(claims.runs)} runs bits depended on the order of warps, within tolerance."
+
+
+def _uncovered(claims: Claims) -> Iterable[str]:
+    try:
+        known = {s.name: s for s in family(claims.family).specs}
+    except UnknownName:
+        yield "This installation does not know the family, so its legal sizes are unknown."
+        return
+    ran = {(r.spec, r.workload) for r in claims.runs}
+    lines: dict[str, list[str]] = {}
+    for name, spec in known.items():
+        for line in _uncovered_axes(spec, {w for s, w in ran if s == name}):
+            lines.setdefault(line, []).append(spec.variant)
+    for line, variants in lines.items():
+        yield line if len(variants) == len(known) else f"{line} ({', '.join(variants)})"
+
+
+def _uncovered_axes(spec: Spec, workloads: set[str]) -> Iterable[str]:
+    ran = [w for w in spec.workloads if w.name in workloads]
+    if not ran:
+        yield "No workload at all was run"
+        return
+    if len(ran) < len(spec.workloads):
+        yield f"{len(spec.workloads) - len(ran)} of {len(spec.workloads)} workloads were not run"
+    for axis in spec.axes:
+        values = sorted({w.axes[axis.name] for w in ran})
+        shown = ", ".join(map(str, values))
+        if axis.kind == "dynamic" and len(values) < axis.maximum - axis.minimum + 1:
+            yield f"{axis.name} was run at {shown} of all legal values {axis.minimum} to {axis.maximum}"
+        elif axis.kind == "static" and (rest := [v for v in axis.values if v not in values]):
+            yield f"{axis.name} was not run at {', '.join(map(str, rest))}"
+
+
+def _errors(runs: Iterable[RunClaim]) -> Iterable[ErrorRow]:
+    found: dict[tuple[str, str, str], list[ErrorRow]] = {}
+    for run in runs:
+        for c in run.comparisons:
+            row = ErrorRow(
+                spec=printable(run.spec),
+                workload=printable(run.workload),
+                output=printable(c.output),
+                rule=printable(c.rule),
+                share=c.share_of_limit,
+                max_error=c.max_error,
+                relative_l2=c.relative_l2,
+                differing=c.differing,
+                elements=c.elements,
+                passed=c.passed,
+            )
+            found.setdefault((row.spec, row.workload, row.output), []).append(row)
+    # NaN is never better than a number.
+    return [max(rows, key=lambda r: float("inf") if r.share != r.share else r.share) for rows in found.values()]
+
+
+def _resources(artifacts: Iterable[ArtifactClaim]) -> Iterable[ResourceRow]:
+    order = sorted(artifacts, key=lambda a: (a.spec, a.target not in TARGETS, a.target != TARGETS[0], a.target))
+    for (spec, target), group in groupby(order, key=lambda a: (a.spec, a.target)):
+        members = list(group)
+        kernels = [k for a in members for k in a.resources]
+        yield ResourceRow(
+            spec=printable(spec),
+            target=printable(target),
+            artifacts=len(members),
+            registers=max((k.registers for k in kernels), default=0),
+            spill_bytes=max((k.spill_store_bytes + k.spill_load_bytes for k in kernels), default=0),
+            shared_bytes=max((k.shared_bytes for k in kernels), default=0),
+            ptx_bytes=max(a.ptx_bytes for a in members),
+        )
+
+
+def _counters(runs: Iterable[RunClaim], target: str) -> Iterable[CounterRow]:
+    seen = set()
+    for run in runs:
+        # Other seeds count the same unless the work depends on values; the first recorded one stands for all.
+        if run.target != target or (run.spec, run.workload) in seen:
+            continue
+        seen.add((run.spec, run.workload))
+        yield CounterRow(
+            spec=printable(run.spec),
+            workload=printable(run.workload),
+            launches=len(run.counters),
+            issue_slots=sum(c.issue_slots for c in run.counters),
+            shared_cycles=sum(c.shared_cycles for c in run.counters),
+            global_bytes=sum(c.global_bytes for c in run.counters),
+            barriers=sum(c.barriers for c in run.counters),
+            model_cost=run.model_cost,
+        )
+
+
+def _shown(source: str) -> str:
+    return "\n".join(_lines(source))
+
+
+def _lines(source: str) -> list[str]:
+    lines = printable(source, keep_lines=True).split("\n")[: MAX_DIFF_LINES + 1]
+    if len(lines) > MAX_DIFF_LINES:
+        lines[-1] = f"# ... cut here: the file has more than {MAX_DIFF_LINES} lines"
+    return lines
+
+
+def _diff(old: list[str], new: list[str]) -> Iterable[DiffLine]:
+    if old == [""] or max(len(old), len(new)) > MAX_DIFF_LINES:
+        yield from (DiffLine(sign="+", old=None, new=n, text=t) for n, t in enumerate(new, 1))
+        return
+    groups = difflib.SequenceMatcher(None, old, new).get_grouped_opcodes(CONTEXT)
+    for number, group in enumerate(groups):
+        lines = [line for opcode in group for line in _opcode(old, new, *opcode)]
+        yield lines[0].model_copy(update={"gap": number > 0 or (lines[0].old or 1) > 1})
+        yield from lines[1:]
+
+
+def _opcode(old: list[str], new: list[str], tag: str, a: int, b: int, c: int, d: int) -> Iterable[DiffLine]:
+    if tag == "equal":
+        for i, j in zip(range(a, b), range(c, d), strict=True):
+            yield DiffLine(sign=" ", old=i + 1, new=j + 1, text=old[i])
+        return
+    yield from (DiffLine(sign="-", old=i + 1, new=None, text=old[i]) for i in range(a, b))
+    yield from (DiffLine(sign="+", old=None, new=j + 1, text=new[j]) for j in range(c, d))
+
+
+def _how(evidence: Evidence, meta: PullMeta, recheck: Recheck | None) -> Iterable[tuple[str, str]]:
+    context = evidence.context
+    yield "proposer", printable(meta.proposer)
+    yield "job", printable(meta.job)
+    yield "attempts", str(meta.attempts)
+    yield "job's wall time", f"{meta.seconds:.0f} s"
+    if meta.score is not None:
+        rival = f"; incumbent {meta.incumbent.score:.4g}" if meta.incumbent else ""
+        yield "score", f"{meta.score:.4g}{rival}, lower is better ({MODEL_UNITS})"
+    yield "input seeds", ", ".join(str(s) for s in sorted({r.seed for r in evidence.claims.runs}))
+    yield "base", printable(f"{meta.base_branch} at {meta.base_commit[:12]}")
+    yield "candidate", f"sha256 {printable(evidence.claims.candidate)}"
+    yield "verification", f"{context.seconds:.0f} s, sandbox: {printable(context.sandbox)}"
+    yield "versions", ", ".join(printable(f"{n} {v}") for n, v in sorted(context.versions.items()))
+    if recheck is not None:
+        yield "compared with the record", f"{recheck.compared} builds and runs"
