@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from kernelmill.specs.schema import Family
-from kernelmill.verify.build.schedules import Table, read_table
+from kernelmill.verify.build.schedules import Table, parse, read_table
 from kernelmill.verify.verdict import Code, Rejected
 
 MAX_SOURCE_BYTES = 256 * 1024
@@ -41,7 +41,7 @@ def _parse(source: str) -> ast.Module:
     if size > MAX_SOURCE_BYTES:
         raise Rejected(Code.audit_syntax, f"the file has more than {MAX_SOURCE_BYTES} bytes")
     try:
-        return ast.parse(source)
+        return parse(source)
     except SyntaxError as error:
         raise Rejected(Code.audit_syntax, f"line {error.lineno}: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import threading
 from dataclasses import dataclass
 
 from kernelmill.verify.verdict import Code, Rejected
@@ -45,6 +46,16 @@ class Table:
         raise Rejected(Code.audit_signature, f"SCHEDULES has no range that holds {value}")
 
 
+_parsing = threading.Lock()
+
+
+def parse(source: str) -> ast.Module:
+    """``ast.parse``, one thread at a time: CPython 3.11 counts the depth of the tree it builds per interpreter, and
+    two threads make it raise SystemError ("AST constructor recursion depth mismatch")."""
+    with _parsing:
+        return ast.parse(source)
+
+
 def read_table(tree: ast.Module) -> Table:
     """Read ``Schedule`` and ``SCHEDULES``. Raises Rejected(audit.signature) naming the line."""
     choices, defaults = _choices(tree)
@@ -57,7 +68,7 @@ def read_table(tree: ast.Module) -> Table:
 
 def rewrite(source: str, ranges: tuple[Range, ...]) -> str:
     """``source`` with its ``SCHEDULES`` replaced; everything else stays byte for byte."""
-    node = _assignment(ast.parse(source))
+    node = _assignment(parse(source))
     rows = ",\n    ".join(
         f"({r.first}, {r.last}, Schedule({', '.join(f'{k}={_literal(v)}' for k, v in r.schedule.items())}))"
         for r in ranges
