@@ -160,7 +160,7 @@ def merge(
             more = f" (and {len(result.problems) - 1} more)" if len(result.problems) > 1 else ""
             raise Refused(f"{pull.id} is not merged: {result.problems[0]}{more}")
         assert pull.meta is not None
-        seeds = tuple(sorted({run.seed for run in result.evidence.claims.runs}))
+        seeds = result.evidence.claims.seeds
         meta = pull.meta.model_copy(update={"base_branch": target, "seeds": seeds[:8]})
         fresh = _report(opened, pull.id, base, source, result.evidence, meta, result)
         files = _files(pull.family, source, result.evidence, meta, fresh)

@@ -337,7 +337,7 @@ def _how(evidence: Evidence, meta: PullMeta, recheck: Recheck | None) -> Iterabl
     if meta.score is not None:
         rival = f"; incumbent {meta.incumbent.score:.4g}" if meta.incumbent else ""
         yield "score", f"{meta.score:.4g}{rival}, lower is better ({MODEL_UNITS})"
-    yield "input seeds", ", ".join(str(s) for s in sorted({r.seed for r in evidence.claims.runs}))
+    yield "input seeds", ", ".join(map(str, evidence.claims.seeds))
     yield "base", printable(f"{meta.base_branch} at {meta.base_commit[:12]}")
     yield "candidate", f"sha256 {printable(evidence.claims.candidate)}"
     yield "verification", f"{context.seconds:.0f} s, sandbox: {printable(context.sandbox)}"
