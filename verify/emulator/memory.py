@@ -85,7 +85,7 @@ def _lane_address(code: Code, lane: ir.Value) -> ir.Value:
     return code.load(code.lane_at(code.field("address"), lane, 8), I64)
 
 
-def _check(code: Code, space: int, mask: ir.Value, width: int, reads: bool, writes: bool) -> ir.Value:
+def check_access(code: Code, space: int, mask: ir.Value, width: int, reads: bool, writes: bool) -> ir.Value:
     """Check and count an access of ``width`` bytes per lane; fill ``host`` and ``shadow`` of the active lanes.
 
     Returns the pattern of the addresses. ``mask`` has at least one bit. Emits a return where a check fails; per lane
@@ -246,11 +246,17 @@ def _count_conflicts(code: Code, address: ir.Value, mask: ir.Value, width: int) 
         code.bump(code.field("shared_cycles"), b.zext(code.load(most, I32), I64))
 
 
+def host_pointer(code: Code, lane: ir.Value) -> ir.Value:
+    """Host address of a lane's checked access."""
+    return _pointer(code, "host", lane)
+
+
 def _pointer(code: Code, name: str, lane: ir.Value) -> ir.Value:
     return code.load(code.lane_at(code.field(name), lane, 8), PTR)
 
 
-def _require_initialised(code: Code, space: int, lane: ir.Value, width: int) -> None:
+def require_initialised(code: Code, space: int, lane: ir.Value, width: int) -> None:
+    """Emit the fault for a lane whose checked access has a byte that nobody wrote."""
     flags = ir.IntType(8 * width)
     value = code.load(_pointer(code, "shadow", lane), flags)
     with code.when(code.b.icmp_unsigned("!=", value, code.int(flags, int("01" * width, 16)))):
@@ -269,7 +275,7 @@ def load(space: int, size: int, count: int) -> str:
 
     def emit(code: Code) -> None:
         b, mask = code.b, code.function.args[1]
-        pattern = _check(code, space, mask, width, reads=True, writes=False)
+        pattern = check_access(code, space, mask, width, reads=True, writes=False)
         dense, uniform, general = code.block("dense"), code.block("uniform"), code.block("general")
         switch = b.switch(pattern, general)
         switch.add_case(code.i32(DENSE), dense)
@@ -290,7 +296,7 @@ def load(space: int, size: int, count: int) -> str:
 
         b.position_at_end(uniform)
         lane = code.lowest(mask)
-        _require_initialised(code, space, lane, width)
+        require_initialised(code, space, lane, width)
         pointer = _pointer(code, "host", lane)
         for k in range(count):
             value = code.splat(code.load(code.at(pointer, k * size), element))
@@ -300,7 +306,7 @@ def load(space: int, size: int, count: int) -> str:
 
         b.position_at_end(general)
         with code.each_lane(mask) as lane:
-            _require_initialised(code, space, lane, width)
+            require_initialised(code, space, lane, width)
             pointer = _pointer(code, "host", lane)
             for k in range(count):
                 value = code.load(code.at(pointer, k * size), element)
@@ -326,7 +332,7 @@ def store(space: int, size: int, count: int) -> str:
 
     def emit(code: Code) -> None:
         b, mask = code.b, code.function.args[1]
-        pattern = _check(code, space, mask, width, reads=False, writes=True)
+        pattern = check_access(code, space, mask, width, reads=False, writes=True)
         code.bump(code.field("stores"), code.i64(1))
         dense, general = code.block("dense"), code.block("general")
         b.cbranch(b.icmp_unsigned("==", pattern, code.i32(DENSE)), dense, general)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import llvmlite.binding as llvm
@@ -195,29 +196,28 @@ def _target() -> llvm.TargetMachine:
     )
 
 
-@cache
-def _engine() -> llvm.ExecutionEngine:
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _target())
+@dataclass(frozen=True)
+class Native:
+    """Compiled code; it lives as long as this object. ``addresses`` by function name."""
+
+    engine: llvm.ExecutionEngine
+    addresses: dict[str, int]
 
 
-def jit(module: ir.Module, *names: str, optimise: bool = False) -> list[int]:
-    """Compile ``module`` and return the addresses of its functions ``names``, which must be unique in the process."""
+def jit(module: ir.Module, *names: str, optimise: bool = False) -> Native:
+    """Compile ``module``, which may call any helper that :func:`need` made. ``optimise``: LLVM's -O1 passes before
+    code generation, which pay for helpers; kernels are emitted in good order as they are."""
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
     if optimise:
-        options = llvm.create_pipeline_tuning_options(speed_level=1)
-        builder = llvm.create_pass_builder(_target(), options)
+        builder = llvm.create_pass_builder(_target(), llvm.create_pipeline_tuning_options(speed_level=1))
         builder.getModulePassManager().run(parsed, builder)
-    engine = _engine()
-    engine.add_module(parsed)
+    engine = llvm.create_mcjit_compiler(parsed, _target())
     engine.finalize_object()
-    addresses = [engine.get_function_address(name) for name in names]
-    for name, address in zip(names, addresses, strict=True):
-        llvm.add_symbol(name, address)
-    return addresses
+    return Native(engine, {name: engine.get_function_address(name) for name in names})
 
 
-_built: set[str] = set()
+_helpers: dict[str, Native] = {}
 
 
 def need(name: str, emit: Callable[[Code], None]) -> str:
@@ -225,11 +225,11 @@ def need(name: str, emit: Callable[[Code], None]) -> str:
 
     ``emit`` may call :func:`call_helper` on other helpers that it needs itself.
     """
-    if name not in _built:
+    if name not in _helpers:
         module = ir.Module(name)
         emit(Code(ir.Function(module, HELPER, name)))
-        jit(module, name, optimise=True)
-        _built.add(name)
+        _helpers[name] = jit(module, name, optimise=True)
+        llvm.add_symbol(name, _helpers[name].addresses[name])
     return name
 
 

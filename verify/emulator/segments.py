@@ -1,0 +1,191 @@
+"""Cut a kernel into segments: the runs of instructions between the points where a warp may stop or be joined.
+
+A segment's index is a lane's program counter. Control enters a segment at its first instruction only. Warps can be
+preempted between segments, so a new one begins before every memory instruction except a plain load after a plain load:
+what other warps do can come between any two accesses whose order matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kernelmill.verify.emulator import alu
+from kernelmill.verify.emulator.interface import Unsupported
+from kernelmill.verify.emulator.ir import Address, Instruction, Kernel, Label, Operand, Register, Vector
+
+COLLECTIVES = frozenset({"shfl", "vote", "match", "redux", "elect"})
+"""Instructions with ``.sync`` that wait for the lanes of a member mask; ``bar.warp.sync`` is another."""
+BARRIERS = frozenset({"bar", "barrier"})
+ENDS = frozenset({"bra", "brx", "ret", "exit", "trap"})
+MEMORY = frozenset({"ld", "ldu", "st", "atom", "red"})
+RESULT = "bar.result"
+"""Pseudo opcode after ``bar.red``: fetches what the barrier computed."""
+
+_DESTINATIONS = {
+    "ld": 1,
+    "ldu": 1,
+    "atom": 1,
+    "redux": 1,
+    "vote": 1,
+    "activemask": 1,
+    "cvta": 1,
+    "isspacep": 1,
+    "createpolicy": 1,
+    "elect": 2,
+    RESULT: 1,
+}
+
+
+def is_warp_barrier(instr: Instruction) -> bool:
+    return instr.opcode == "bar" and instr.modifiers[:1] == ("warp",)
+
+
+def waits_for_lanes(instr: Instruction) -> bool:
+    """Whether the instruction acts only when the lanes of its member mask have all come."""
+    return instr.opcode in COLLECTIVES or is_warp_barrier(instr)
+
+
+def is_barrier(instr: Instruction) -> bool:
+    """Whether it is a barrier of the CTA."""
+    return instr.opcode in BARRIERS and not is_warp_barrier(instr)
+
+
+@dataclass
+class Segment:
+    """``head``: what the first instruction needs of the warp. ``end``: the terminator, None to go on to ``following``.
+
+    ``skip``: lanes where this guard holds leave to ``target`` instead of ``following``; made for guarded collectives.
+    """
+
+    index: int
+    head: Literal["plain", "collective", "barrier"] = "plain"
+    instructions: list[Instruction] = field(default_factory=list)
+    end: Instruction | None = None
+    skip: Register | None = None
+    target: int = -1
+    following: int = -1
+    """-1: the end of the kernel."""
+
+
+def registers(operand: Operand) -> Iterator[Register]:
+    if isinstance(operand, Register):
+        yield operand
+    elif isinstance(operand, Vector):
+        for item in operand.items:
+            if isinstance(item, Register):
+                yield item
+    elif isinstance(operand, Address) and isinstance(operand.base, Register):
+        yield operand.base
+
+
+def flatten(operands: tuple[Operand, ...]) -> list[Operand]:
+    """Operands with the items of vectors one by one."""
+    return [item for o in operands for item in (o.items if isinstance(o, Vector) else (o,))]
+
+
+def uses(instr: Instruction, kernel: Kernel) -> tuple[list[Register], list[Register]]:
+    """Registers that the instruction writes and reads. Raises Unsupported for an unknown opcode."""
+    if alu.is_alu(instr):
+        operands: list[Operand] = flatten(instr.operands)
+        count = len(alu.signature(instr, kernel)[0])
+    else:
+        operands = list(instr.operands)
+        if instr.opcode == "shfl":
+            count = len(operands) - 4
+        elif instr.opcode == "match":
+            count = len(operands) - 2
+        else:
+            count = _DESTINATIONS.get(instr.opcode, 0)
+    writes = [r for o in operands[:count] for r in registers(o)]
+    reads = [r for o in operands[count:] for r in registers(o)]
+    if instr.guard is not None:
+        reads.append(instr.guard)
+        reads.extend(writes)  # lanes without the guard keep the old value
+    return writes, reads
+
+
+def _plain_load(instr: Instruction) -> bool:
+    ordered = {"volatile", "relaxed", "acquire", "mmio"}
+    return instr.opcode in ("ld", "ldu") and not ordered & set(instr.modifiers)
+
+
+def cut(kernel: Kernel) -> tuple[list[Segment], list[int]]:
+    """The segments of a kernel, and the segment where each block begins."""
+    segments: list[Segment] = []
+    starts: list[int] = []
+
+    def begin() -> Segment:
+        segment = Segment(len(segments), following=len(segments) + 1)
+        segments.append(segment)
+        return segment
+
+    for block in kernel.blocks:
+        now = begin()
+        starts.append(now.index)
+        plain = False
+        for instr in block.instructions:
+            if waits_for_lanes(instr) or is_barrier(instr):
+                if instr.guard is not None:
+                    now.skip = Register(instr.guard.index, not instr.guard.negated)
+                    now.target = len(segments) + 1
+                    now = begin()
+                elif now.instructions:
+                    now = begin()
+                now.head = "barrier" if is_barrier(instr) else "collective"
+                now.instructions.append(instr)
+                plain = False
+                if is_barrier(instr) or instr.guard is not None:
+                    now = begin()
+                if is_barrier(instr) and "red" in instr.modifiers:
+                    now.instructions.append(
+                        Instruction(RESULT, instr.modifiers, instr.operands[:1], instr.guard, instr.line, instr.text)
+                    )
+            elif instr.opcode in ENDS:
+                now.end = instr
+            else:
+                if now.end is not None:
+                    raise Unsupported(f"PTX line {instr.line}: instruction after the end of a block")
+                if instr.opcode in MEMORY:
+                    if now.instructions and not (plain and _plain_load(instr)):
+                        now = begin()
+                    plain = _plain_load(instr)
+                now.instructions.append(instr)
+    if segments:
+        segments[-1].following = -1
+    return segments, starts
+
+
+def slots(segments: list[Segment], kernel: Kernel) -> dict[int, int]:
+    """Bytes of offset of every register that must survive a segment, from 0; the others never leave native registers.
+
+    A register needs a slot when two segments name it, or when one reads it before writing it.
+    """
+    home: dict[int, int] = {}
+    kept: set[int] = set()
+    for segment in segments:
+        written: set[int] = set()
+        accesses = [uses(i, kernel) for i in segment.instructions]
+        if segment.end is not None:
+            operands = [r for o in segment.end.operands if not isinstance(o, Label) for r in registers(o)]
+            accesses.append(([], operands + ([segment.end.guard] if segment.end.guard else [])))
+        if segment.skip is not None:
+            accesses.append(([], [segment.skip]))
+        for writes, reads in accesses:
+            for r in reads:
+                if r.index not in written:
+                    kept.add(r.index)
+            for r in writes:
+                written.add(r.index)
+            for r in (*reads, *writes):
+                if home.setdefault(r.index, segment.index) != segment.index:
+                    kept.add(r.index)
+    offsets: dict[int, int] = {}
+    at = 0
+    for index in sorted(kept):
+        offsets[index] = at
+        width = kernel.registers[index].width
+        at += 64 if width == 1 else max(64, width * 4)
+    offsets[-1] = at
+    return offsets
