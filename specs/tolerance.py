@@ -114,7 +114,7 @@ def _exact(name: str, reference: torch.Tensor, got: torch.Tensor) -> Comparison:
         element_share=share,
         row_share=share,
         tensor_share=share,
-        max_error=float(errors.nan_to_num(nan=torch.inf).max()) if count else 0.0,
+        max_error=float(errors.nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if count else 0.0,
         relative_l2=0.0,
         index=_index(int(wrong.flatten().to(torch.uint8).argmax()), got.shape) if count else (),
         differing=count,
