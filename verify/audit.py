@@ -1,4 +1,4 @@
-"""The audit stage: what a candidate's text must look like. Hygiene, never security: cutlass itself reaches everything."""
+"""The audit stage: what a candidate's text must look like. Hygiene, no security: cutlass reaches everything."""
 
 from __future__ import annotations
 

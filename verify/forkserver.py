@@ -29,6 +29,10 @@ from kernelmill.verify.verdict import MachineFailure
 RESULT_BYTES = 64 << 20
 OUTPUT_BYTES_SHOWN = 4000
 
+ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "LANG", "TZ")
+"""What a server gets of the environment. A key must not be in its memory, which the children inherit, even for a
+moment: the kernel leaves the first environment on the stack."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -169,7 +173,11 @@ class ForkServer:
             # Its own session: an interrupt at the terminal is the parent's to handle.
             with theirs:
                 process = subprocess.Popen(
-                    command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                    env={name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
                 )
             self._server = _Server(process, ours)
         return self._server

@@ -23,6 +23,7 @@ from kernelmill.verify.build.entries import MAX_PTX_BYTES, entries
 from kernelmill.verify.build.schedules import Schedule
 from kernelmill.verify.files import ChildFileError, read_child_file
 from kernelmill.verify.forkserver import ForkServer, Limits, Reply
+from kernelmill.verify.inspect import check_resources
 from kernelmill.verify.layout import layout
 from kernelmill.verify.verdict import Code, Rejected
 
@@ -129,7 +130,7 @@ def _identity(unit: Unit) -> list[Any]:
 def _still_valid(artifact: Artifact, unit: Unit) -> bool:
     """What a cache entry must pass again."""
     try:
-        found = entries(artifact.ptx)
+        found = entries(artifact.ptx, unit.target)
         for workload in unit.workloads:
             plans.check(artifact.plans[workload.name], unit.spec, unit.spec.point(workload.axes), found)
     except (Rejected, KeyError):
@@ -218,7 +219,10 @@ def _tensor_request(tensor: TensorSpec, spec: Spec, axes: dict[str, int]) -> dic
 def _artifact(compiled: _Compiled, unit: Unit, bench: Bench) -> Artifact:
     """Record, check and assemble one compiled unit."""
     spec = unit.spec
-    found = entries(compiled.ptx)
+    try:
+        found = entries(compiled.ptx, unit.target)
+    except Rejected as error:
+        raise Rejected(error.code, f"{unit.describe()}: {error.reason}", error.detail) from None
     points = [spec.point(w.axes) for w in unit.workloads]
     with bench.native.folder() as folder:
         (folder / "host.o").write_bytes(compiled.host)
@@ -239,6 +243,7 @@ def _artifact(compiled: _Compiled, unit: Unit, bench: Bench) -> Artifact:
         except Rejected as error:
             raise Rejected(error.code, f"{unit.describe()} {workload.name}: {error.reason}", error.detail) from None
     cubin, resources = assemble(bench.native, compiled.ptx, unit.target)
+    check_resources(made.values(), resources)
     return Artifact(
         target=unit.target,
         spec=spec.name,

@@ -12,6 +12,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from kernelmill.specs.data import Frozen
 from kernelmill.specs.schema import Spec
 from kernelmill.verify.build.entries import Entry
+from kernelmill.verify.inspect import MAX_SHARED_BYTES
 from kernelmill.verify.layout import Layout, layout
 from kernelmill.verify.plan import MAX_LAUNCHES, MAX_PARAM_BYTES, Launch, LaunchPlan, Param, Pointer
 from kernelmill.verify.verdict import Code, Rejected
@@ -26,7 +27,6 @@ FIRST = (0x0100_0000_0000, 0x4000_0000_1000)
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_BLOCK = (1024, 1024, 64)
 MAX_THREADS = 1024
-MAX_SHARED = 227 * 1024
 MAX_CLUSTER = 16
 """CUDA C++ Programming Guide, technical specifications for compute capability 9.0 and 10.x."""
 
@@ -64,6 +64,9 @@ def parse_recordings(data: bytes, expected: int) -> list[Recording]:
         first = error.errors()[0]
         where = ".".join(str(p) for p in first["loc"])[:100]
         raise Rejected(Code.inspect_plan, f"the recording is malformed: {where}: {first['msg'][:200]}") from None
+    problem = next((r.problem for r in recordings if r.problem), None)
+    if problem:
+        raise Rejected(Code.inspect_plan, problem)
     if len(recordings) != expected:
         raise Rejected(Code.inspect_plan, f"{len(recordings)} recordings, {expected} expected")
     return recordings
@@ -156,9 +159,10 @@ def _check(launch: RecordedLaunch, ptx: Mapping[str, Entry]) -> None:
     for bad, what in problems:
         if bad:
             raise Rejected(Code.inspect_plan, f"{where}: {what}")
-    if launch.shared > MAX_SHARED:
+    if launch.shared > MAX_SHARED_BYTES:
         raise Rejected(
-            Code.inspect_resources, f"{where}: {launch.shared} bytes of dynamic shared memory, at most {MAX_SHARED}"
+            Code.inspect_resources,
+            f"{where}: {launch.shared} bytes of dynamic shared memory, at most {MAX_SHARED_BYTES}",
         )
 
 
