@@ -30,8 +30,35 @@ R = TypeVar("R")
 
 STATE_STYLES = {State.open: "bold green", State.malformed: "bold red", State.merged: "magenta", State.rejected: "dim"}
 
+SHOW_EPILOG = """
+\b
+Examples:
+  kernelmill pulls show
+  kernelmill pulls show attn_res-7f3a01 --html report.html
+"""
+VERIFY_EPILOG = """
+\b
+Example:
+  kernelmill pulls verify attn_res-7f3a01
+
+\b
+Exit status: 0 it holds, 1 it does not, 2 usage, 3 the machine or we could not do it.
+"""
+MERGE_EPILOG = """
+\b
+Example:
+  kernelmill pulls merge attn_res-7f3a01
+
+\b
+Exit status: 0 merged, 1 refused, 2 usage, 3 the machine or we could not do it.
+"""
+
 json_option = click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 into_option = click.option("--into", metavar="BRANCH", help="The branch to merge into; default: the one checked out.")
+
+
+class _RefusedFailure(click.ClickException):
+    exit_code = REJECTED
 
 
 def _one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
@@ -46,14 +73,12 @@ def _one_line_errors(command: Callable[P, R]) -> Callable[P, R]:
         except Refused as error:
             if kwargs.get("as_json"):
                 click.echo(json.dumps({"refused": str(error)}, indent=1))
-            failure = click.ClickException(str(error))
-            failure.exit_code = REJECTED
-            raise failure from None
+            raise _RefusedFailure(str(error)) from None
         except MachineFailure as error:
             raise MachineTrouble(str(error)) from None
         except git.GitCommandError as error:
             said = printable(str(error.stderr).strip())[:300]
-            raise MachineTrouble(f"git {error.command[-1] if not said else ''}failed: {said}") from None
+            raise MachineTrouble(f"git failed: {said or 'it said nothing'}") from None
 
     return wrapped
 
@@ -85,9 +110,7 @@ def list_(as_json: bool) -> None:
         click.echo(f"\nnext: kernelmill pulls show {found[0].id}")
 
 
-@pulls.command(
-    epilog="\b\nExamples:\n  kernelmill pulls show\n  kernelmill pulls show attn_res-7f3a01 --html report.html"
-)
+@pulls.command(epilog=SHOW_EPILOG)
 @click.argument("name", metavar="[ID]", required=False)
 @click.option("--html", "page", type=click.Path(path_type=Path, dir_okay=False), help="Write the page there instead.")
 @json_option
@@ -102,9 +125,8 @@ def show(name: str | None, page: Path | None, as_json: bool) -> None:
         page.write_text(html.render(report), encoding="utf-8")
         click.echo(f"wrote {page}")
     elif as_json:
-        click.echo(
-            json.dumps({"pull": pull.model_dump(mode="json"), "report": report.model_dump(mode="json")}, indent=1)
-        )
+        data = {"pull": pull.model_dump(mode="json"), "report": report.model_dump(mode="json")}
+        click.echo(json.dumps(data, indent=1))
     else:
         console = Console()
         with console.pager(styles=True) if console.is_terminal else _no_pager():
@@ -113,9 +135,7 @@ def show(name: str | None, page: Path | None, as_json: bool) -> None:
             click.echo(f"\nnext: kernelmill pulls merge {pull.id}    (verifies anew first)")
 
 
-@pulls.command(
-    epilog="\b\nExample:\n  kernelmill pulls verify attn_res-7f3a01\n\n\b\nExit status: 0 it holds, 1 it does not."
-)
+@pulls.command(epilog=VERIFY_EPILOG)
 @click.argument("name", metavar="ID")
 @into_option
 @json_option
@@ -136,7 +156,7 @@ def verify(name: str, into: str | None, as_json: bool) -> None:
     raise SystemExit(0 if result.holds else REJECTED)
 
 
-@pulls.command(epilog="\b\nExample:\n  kernelmill pulls merge attn_res-7f3a01\n\n\b\nExit status: 0 merged, 1 refused.")
+@pulls.command(epilog=MERGE_EPILOG)
 @click.argument("name", metavar="ID")
 @into_option
 @json_option
@@ -201,13 +221,8 @@ def _show_recheck(pull: Pull, result: Recheck) -> None:
 @contextmanager
 def _bars(quiet: bool) -> Iterator[OnProgress]:
     console = Console(stderr=True, quiet=quiet)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    text = TextColumn("{task.description}")
+    columns = (SpinnerColumn(), text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Bars(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bars:
         tasks: dict[str, Any] = {}
 

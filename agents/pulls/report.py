@@ -207,7 +207,7 @@ def _limits(claims: Claims) -> Iterable[str]:
             yield f"{printable(target)} was never executed; other targets were."
     dependent = sum(not run.order_independent for run in claims.runs)
     if dependent:
-        yield f"One result: in {dependent} of {len(claims.runs)} runs bits depended on the order of warps, within tolerance."
+        yield f"One result: bits depended on the order of warps in {dependent} of {len(claims.runs)} runs."
 
 
 def _uncovered(claims: Claims) -> Iterable[str]:
