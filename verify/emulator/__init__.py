@@ -5,9 +5,24 @@ from kernelmill.verify.emulator.interface import (
     Buffer,
     Finding,
     KernelCounters,
+    PlanError,
     Result,
     TensorCounters,
     Unsupported,
 )
+from kernelmill.verify.emulator.ir import PtxError
+from kernelmill.verify.emulator.program import Program, compile
 
-__all__ = ["Approx", "Buffer", "Finding", "KernelCounters", "Result", "TensorCounters", "Unsupported"]
+__all__ = [
+    "Approx",
+    "Buffer",
+    "Finding",
+    "KernelCounters",
+    "PlanError",
+    "Program",
+    "PtxError",
+    "Result",
+    "TensorCounters",
+    "Unsupported",
+    "compile",
+]

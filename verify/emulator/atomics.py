@@ -72,9 +72,7 @@ def _combine(code: Code, form: AtomForm, old: ir.Value, operand: ir.Value, flush
     half = _add_bf16 if form.kind.startswith("bf16") else _add_half
     if not form.kind.endswith("x2"):
         return half(code, old, operand)
-    low, high = (
-        half(code, *(b.trunc(b.lshr(x, code.i32(shift)), I16) for x in (old, operand))) for shift in (0, 16)
-    )
+    low, high = (half(code, *(b.trunc(b.lshr(x, code.i32(shift)), I16) for x in (old, operand))) for shift in (0, 16))
     return b.or_(b.zext(low, I32), b.shl(b.zext(high, I32), code.i32(16)))
 
 

@@ -104,7 +104,7 @@ _ATOMS = {
     "inc": ("u32",),
     "dec": ("u32",),
 }
-_SIZES = {kind: 4 for kind in ("f16x2", "bf16x2")} | {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
+_SIZES = dict.fromkeys(("f16x2", "bf16x2"), 4) | {"f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 
 
 def atom_form(instr: Instruction) -> AtomForm:

@@ -37,7 +37,14 @@ class Finding(Frozen):
     """Something a GPU would not have reported. ``code`` is the part after ``emulate.`` of a verdict code."""
 
     code: Literal[
-        "out_of_bounds", "misaligned", "uninitialised", "divergent_barrier", "deadlock", "livelock", "touched"
+        "out_of_bounds",
+        "misaligned",
+        "uninitialised",
+        "divergent_barrier",
+        "deadlock",
+        "livelock",
+        "touched",
+        "trap",
     ]
     kernel: str
     cta: tuple[int, int, int]
@@ -92,6 +99,10 @@ class Result:
     findings: list[Finding] = field(default_factory=list)
     counters: list[KernelCounters] = field(default_factory=list)
     seconds: float = 0.0
+
+
+class PlanError(ValueError):
+    """The launch plan does not fit the PTX or the buffers: the candidate's fault."""
 
 
 class Unsupported(Exception):

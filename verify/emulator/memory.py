@@ -107,9 +107,7 @@ def check_access(code: Code, space: int, mask: ir.Value, width: int, reads: bool
     bad = b.or_(code.bits(outside), b.zext(code.any_bit(odd), I32))
     if writes and row.writable is not None:
         bad = b.or_(bad, b.zext(b.icmp_unsigned("==", row.writable, code.i64(0)), I32))
-    steps = b.mul(
-        b.sub(code.lanes(I64, range(LANES)), code.splat(b.zext(first, I64))), code.int(wide, width)
-    )
+    steps = b.mul(b.sub(code.lanes(I64, range(LANES)), code.splat(b.zext(first, I64))), code.int(wide, width))
     off_run = b.and_(mask, code.bits(b.icmp_unsigned("!=", address, b.add(code.splat(start), steps))))
     run = b.lshr(mask, first)
     holes = b.and_(run, b.add(run, code.i32(1)))
@@ -118,9 +116,7 @@ def check_access(code: Code, space: int, mask: ir.Value, width: int, reads: bool
     is_uniform = b.icmp_unsigned("==", spread, code.i32(0))
     if space == Space.LOCAL:  # frames differ by lane
         is_run = is_uniform = code.int(ir.IntType(1), 0)
-    good = b.and_(
-        b.icmp_unsigned("==", bad, code.i32(0)), b.icmp_unsigned(">=", row.size, code.i64(width))
-    )
+    good = b.and_(b.icmp_unsigned("==", bad, code.i32(0)), b.icmp_unsigned(">=", row.size, code.i64(width)))
     b.cbranch(b.and_(good, b.or_(is_run, is_uniform)), fast, general)
 
     b.position_at_end(fast)
