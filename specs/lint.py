@@ -15,7 +15,7 @@ from kernelmill.specs.numerics import store
 from kernelmill.specs.schema import Family, Role, Spec, Tensors, Workload
 from kernelmill.specs.tolerance import compare
 
-MAX_ELEMENTS = 1 << 19
+MAX_ELEMENTS = 1 << 18
 """Workloads with a larger tensor are left out: the small ones kill as well and lint stays quick."""
 
 

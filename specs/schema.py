@@ -92,8 +92,8 @@ class OutputRule(Frozen):
     ``derived``: the error against the float64 reference, in ulps of the stored dtype, as a root mean square over each
     row and over the tensor, is at most ``factor`` times the baseline's on the same inputs plus ``floor``; and each
     element is off by at most ``element_floor`` ulps beyond float32 noise. The defaults suit an output whose error is
-    its rounding to storage (0.29 ulp): they let approximate special functions through (2^-10 relative at worst: 0.35), but
-    no second rounding to 16 bits (0.42). An output behind an inner rounding needs a larger ``element_floor``, as that
+    its rounding to storage (0.29 ulp): they let approximate special functions through (0.35, at 2^-10 relative), but no
+    second rounding to 16 bits (0.42). An output behind an inner rounding needs a larger ``element_floor``, as that
     rounding may fall the other way.
     """
 

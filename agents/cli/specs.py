@@ -16,6 +16,9 @@ from kernelmill.specs.lint import lint as lint_family
 from kernelmill.specs.registry import UnknownName, families, family, find
 from kernelmill.specs.schema import Spec, TensorSpec, Workload
 
+PIPED_WIDTH = 140
+"""Columns of a table that no terminal bounds."""
+
 
 @click.group()
 def specs() -> None:
@@ -45,7 +48,7 @@ def list_(as_json: bool) -> None:
     for f in families().values():
         for s in f.specs:
             table.add_row(s.name, s.stage, str(len(s.workloads)), s.title)
-    Console().print(table)
+    _console().print(table)
 
 
 @specs.command(epilog="\b\nExamples:\n  kernelmill specs show attn_res\n  kernelmill specs show attn_res.delta_norm")
@@ -57,12 +60,13 @@ def show(name: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_as_data(s) for s in found], indent=1))
         return
-    console = Console()
+    console = _console()
     fam = family(found[0].family)
     console.print(f"[bold]{fam.name}[/]  ({found[0].stage})", highlight=False)
-    console.print(found[0].formula, markup=False, highlight=False)
+    console.print(found[0].formula, markup=False, highlight=False, soft_wrap=True)
     console.print("\n[bold]candidate[/]: one file with Schedule, SCHEDULES and", highlight=False)
-    console.print(f"  @cute.jit\n  def launch({', '.join(fam.signature)}): ...", markup=False, highlight=False)
+    signature = f"  @cute.jit\n  def launch({', '.join(fam.signature)}): ..."
+    console.print(signature, markup=False, highlight=False, soft_wrap=True)
     console.print(_tensor_table(fam.tensors, found))
     if fam.params:
         params = Table("compile-time parameter", "kind", "meaning", box=None)
@@ -96,6 +100,11 @@ def lint(names: tuple[str, ...], as_json: bool) -> None:
     raise SystemExit(0 if all(r.passed for r in reports) else REJECTED)
 
 
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PIPED_WIDTH)
+
+
 def _find(name: str) -> tuple[Spec, ...]:
     try:
         return find(name)
@@ -104,7 +113,7 @@ def _find(name: str) -> tuple[Spec, ...]:
 
 
 def _show_lint(reports: list[FamilyLint]) -> None:
-    console = Console()
+    console = _console()
     table = Table("family", "specs", "workloads", "trivial", "mutants", "killed", "result", box=None)
     for r in reports:
         killed = sum(1 for kills in r.kills.values() if kills)
@@ -114,7 +123,7 @@ def _show_lint(reports: list[FamilyLint]) -> None:
     console.print(table)
     for r in reports:
         for name in r.survivors:
-            console.print(f"{r.family}: survived: {name}", markup=False)
+            console.print(f"{r.family}: survived: {name}; add a workload that tells it apart, or tighten", markup=False)
         for problem in r.problems:
             console.print(f"{r.family}: {problem}", markup=False)
 
@@ -124,7 +133,9 @@ def _tensor_table(tensors: tuple[TensorSpec, ...], found: tuple[Spec, ...]) -> T
     for t in tensors:
         rule = t.rule.kind if t.rule else ""
         strides = " (rows may be strided)" if t.strided else ""
-        absent = "" if all(t in s.tensors for s in found) else "; None in some variants"
+        absent = (
+            "" if all(t.name in {x.name for x in s.tensors} for s in found) else "; None where the variant lacks it"
+        )
         table.add_row(t.name, t.role, t.dtype, "x".join(map(str, t.shape)) + strides, rule, t.doc + absent)
     return table
 
