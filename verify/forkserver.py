@@ -131,17 +131,16 @@ class ForkServer:
         }
         reading, writing = os.pipe()
         with os.fdopen(reading, "rb") as pipe:
-            try:
-                with self._lock:
-                    server = self._started()
+            with self._lock:
+                server = self._started()
+                with suppress(OSError):
                     socket.send_fds(server.control, [json.dumps(request).encode()], [writing])
-            except OSError as error:
-                raise self._died(job, str(error)) from None
-            finally:
                 os.close(writing)
             answer = pipe.read(1 << 16)
         if not answer:
-            raise self._died(job, "no answer")
+            with self._lock:
+                server.end()
+            raise MachineFailure(f"the {self._flavour} server died during {job}; see `kernelmill doctor`")
         return self._reply(json.loads(answer), folder, limits)
 
     def close(self) -> None:
@@ -181,9 +180,6 @@ class ForkServer:
                 )
             self._server = _Server(process, ours)
         return self._server
-
-    def _died(self, job: str, why: str) -> MachineFailure:
-        return MachineFailure(f"the {self._flavour} server died during {job} ({why}); see `kernelmill doctor`")
 
 
 def _last_output(path: Path) -> str:

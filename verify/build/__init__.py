@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from kernelmill.verify.verdict import Code, Rejected
 MAX_CHUNK = 8
 """Units that one compiling child builds, so that its deadline stays short."""
 
+COMPILE_LIMITS = Limits(seconds=120.0, memory_bytes=3 << 30, file_bytes=64 << 20, folder_bytes=512 << 20)
 RECORD_LIMITS = Limits(seconds=60.0, memory_bytes=2 << 30)
 MAX_OBJECT_BYTES = 64 << 20
 
@@ -139,7 +140,7 @@ def _still_valid(artifact: Artifact, unit: Unit) -> bool:
 
 
 def _compile(source: str, family: Family, units: Sequence[Unit], bench: Bench) -> list[_Compiled]:
-    limits = Limits(seconds=bench.seconds, memory_bytes=8 << 30)
+    limits = replace(COMPILE_LIMITS, seconds=bench.seconds)
     with bench.compiler.folder() as folder:
         (folder / "candidate.py").write_text(source)
         request = {"lib": str(bench.lib), "units": [_unit_request(family, u) for u in units]}

@@ -22,7 +22,7 @@ _PARAM = re.compile(r"\.param (?:\.align \d{1,4} )?\.[bsuf](8|16|32|64) [\w$]+ ?
 _NTID = re.compile(r"\.(req|max)ntid (\d{1,4})(?: ?, ?(\d{1,4}))?(?: ?, ?(\d{1,4}))?", re.ASCII)
 _TARGET = re.compile(r"^[ \t]*\.target[ \t]+([^\n]{0,200})$", re.MULTILINE)
 _FOREIGN = re.compile(
-    r"\.func\b|\.alias\b|\.callprototype\b|\.extern\s{1,9}\.(?!shared\b)|(?<![\w.%$])call(?:\.uni)?\s"
+    r"\.func\b|\.alias\b|\.callprototype\b|\.(?:extern|weak|common)\s{1,9}\.(?!shared\b)|(?<![\w.%$])call(?:\.uni)?\s"
 )
 
 

@@ -1,0 +1,8 @@
+"""Aborts, as a crashing compiler would.
+
+Verdict: compile.exit
+"""
+
+import dataclasses
+
+dataclasses.sys.modules["os"].abort()

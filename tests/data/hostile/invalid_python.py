@@ -1,0 +1,7 @@
+"""A text that is not Python.
+
+Verdict: audit.syntax
+Whole: yes
+"""
+
+def launch(:

@@ -1,0 +1,6 @@
+"""Opens a socket.
+
+Verdict: compile.sandbox
+"""
+
+__import__("socket").socket()

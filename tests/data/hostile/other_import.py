@@ -1,0 +1,6 @@
+"""Imports what a candidate may not.
+
+Verdict: audit.import
+"""
+
+import subprocess  # noqa: F401
