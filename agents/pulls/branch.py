@@ -31,6 +31,8 @@ LIMITS = {KERNEL: MAX_SOURCE_BYTES, EVIDENCE: 64 << 20, META: 1 << 20, REPORT: 3
 """The files of a pull request below its family's folder, and how many bytes each may have."""
 
 MAX_COMMIT_BYTES = 64 * 1024
+MAX_CHANGES = 32
+"""Changed paths that are looked at, so that one which must not be there can be named."""
 
 
 class Malformed(Exception):
@@ -87,14 +89,14 @@ def read_evidence(repo: git.Repo, family: str, commit: str) -> Evidence:
 
 def _check_tree(repo: git.Repo, family: str, commit: str) -> str:
     """The base commit of a branch whose changes are as they may be."""
-    if repo.git.get_object_header(commit)[2] > MAX_COMMIT_BYTES:
+    if gitio.kind_and_size(repo, commit)[1] > MAX_COMMIT_BYTES:
         raise Malformed("the commit message is too long")
     parents = gitio.parents(repo, commit)
     if len(parents) != 1:
         raise Malformed(f"the commit has {len(parents)} parents; one, the base, is expected")
-    changes = gitio.changes(repo, parents[0], commit, limit=len(LIMITS))
+    changes = gitio.changes(repo, parents[0], commit, MAX_CHANGES)
     if changes is None:
-        raise Malformed(f"changes more than the {len(LIMITS)} files of a pull request")
+        raise Malformed(f"changes more than {MAX_CHANGES} files; a pull request has {len(LIMITS)}")
     allowed = {f"{folder(family)}/{name}".encode(): limit for name, limit in LIMITS.items()}
     for change in changes:
         path = printable(change.path.decode(errors="backslashreplace"))[:200]
@@ -103,7 +105,7 @@ def _check_tree(repo: git.Repo, family: str, commit: str) -> str:
         if change.mode != "100644" or change.status not in "AM":
             raise Malformed(f"{path} is not a regular file (mode {change.mode}, status {change.status})")
         try:
-            size = repo.git.get_object_header(change.blob)[2]
+            size = gitio.kind_and_size(repo, change.blob)[1]
         except ValueError:
             raise Malformed(f"{path}: its content is missing from the repository") from None
         if size > allowed[change.path]:

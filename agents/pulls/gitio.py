@@ -144,12 +144,18 @@ def changes(repo: git.Repo, old: str, new: str, limit: int) -> list[Change] | No
     return found if len(found) <= limit else None
 
 
+def kind_and_size(repo: git.Repo, identity: str) -> tuple[str, int]:
+    """What an object is and its size in bytes. Raises ValueError when it is missing."""
+    # git's batch process answers; a name with a newline would be two questions.
+    if not re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", identity):
+        raise ValueError(f"{identity[:80]!r} is no object id")
+    _, kind, size = repo.git.get_object_header(identity)
+    return kind.decode() if isinstance(kind, bytes) else kind, size
+
+
 def read_blob(repo: git.Repo, blob: str, limit: int) -> bytes:
     """A blob's bytes as stored. Raises ValueError when it is no blob or has more than ``limit`` bytes."""
-    # git's own batch process answers; a name with a newline would be two questions.
-    if not re.fullmatch(r"[0-9a-f]{40}([0-9a-f]{24})?", blob):
-        raise ValueError(f"{blob[:80]!r} is no object id")
-    _, kind, size = repo.git.get_object_header(blob)
+    kind, size = kind_and_size(repo, blob)
     if kind != "blob":
         raise ValueError(f"a {kind} where a file is expected")
     if size > limit:
