@@ -28,8 +28,10 @@ WarpFunction = Callable[[int], int]
 
 SLICE = 1 << 15
 """Fuel of one run in order 0, in memory operations or so: some milliseconds, for a warp that never stops by itself."""
-LONGEST_PREEMPTION = 128
-"""Largest fuel of one run in order 1."""
+PREEMPTIONS = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Fuels of one run in order 1."""
+PATIENCE = 64
+"""Rounds of 64 runs in order 1 after which one more CTA may start although none has ended."""
 WINDOW = 8
 """CTAs that order 1 interleaves; more when these cannot go on."""
 QUIET = 4
@@ -310,6 +312,7 @@ class Machine:
         self.free: list[Cta] = []
         self.epoch = 0
         """Grows whenever memory, a barrier or the set of live warps changes."""
+        self.ctas_left = grid.ctas
         self.totals = Totals(dict.fromkeys(_COUNTED, 0), dict.fromkeys(_COUNTED, 0))
 
     def run(self) -> Totals:
@@ -333,6 +336,7 @@ class Machine:
 
     def _retire(self, cta: Cta) -> None:
         self.resident.remove(cta)
+        self.ctas_left -= 1
         self.free.append(cta)
         totals = self.totals
         for name in _COUNTED:
@@ -342,15 +346,17 @@ class Machine:
         totals.phases = max(totals.phases, cta.phases)
 
     def _step(self, cta: Cta, warp: int, fuel: int) -> bool:
-        """Run one ready warp; whether it did more than use up its fuel."""
+        """Run one ready warp; whether it stopped for another reason than fuel."""
         if time.monotonic() > self.deadline:
             raise Stop(cta, warp, "livelock", "the time for this run is used up; this warp was still running")
         cta.fuel[warp] = fuel
         before = cta.stores[warp]
         status = self.grid.run(cta.addresses[warp])
-        changed = cta.stores[warp] != before
-        if status == Status.YIELD and not changed:
-            self._watch(cta, warp)
+        if status == Status.YIELD:
+            if cta.stores[warp] != before:
+                self.epoch += 1
+            else:
+                self._watch(cta, warp)
             return False
         self.epoch += 1
         if status == Status.EXIT:
@@ -402,7 +408,6 @@ class Machine:
         while True:
             if not self.resident and not self._admit():
                 return
-            epoch = self.epoch
             for cta in list(self.resident):
                 going = True
                 while going and cta.alive:
@@ -410,25 +415,34 @@ class Machine:
                     for warp in range(self.grid.warps):
                         if cta.alive and cta.state[warp] == READY:
                             going |= self._step(cta, warp, SLICE)
-            if self.epoch == epoch and self.resident and not self._admit() and self._stuck():
+            # Whoever is left used up its fuel: it may wait for a CTA that has not started.
+            if self.resident and not self._admit() and self._stuck():
                 raise self._livelock()
 
     def _run_shuffled(self, rng: random.Random) -> None:
+        window, patience = WINDOW, PATIENCE
         while True:
-            while len(self.resident) < WINDOW and self._admit():
+            while len(self.resident) < window and self._admit():
                 pass
             if not self.resident:
                 return
+            left = self.ctas_left
             for _ in range(64):
-                cta = self.resident[rng.randrange(len(self.resident))]
-                ready = [w for w, s in enumerate(cta.state) if s == READY]
+                cta = self.resident[int(rng.random() * len(self.resident))]
                 # Half of the time the last warp goes first, so that ascending luck cannot hide a missing barrier.
-                warp = ready[-1] if rng.random() < 0.5 else ready[rng.randrange(len(ready))]
-                self._step(cta, warp, 1 << rng.randrange(LONGEST_PREEMPTION.bit_length()))
+                ready = [w for w, s in enumerate(cta.state) if s == READY]
+                warp = ready[-1] if rng.random() < 0.5 else ready[int(rng.random() * len(ready))]
+                self._step(cta, warp, PREEMPTIONS[int(rng.random() * len(PREEMPTIONS))])
                 if not self.resident:
                     break
-            if self.resident and self._stuck() and not self._admit():
-                raise self._livelock()
+            if self.ctas_left != left:
+                window, patience = WINDOW, PATIENCE
+                continue
+            patience -= 1
+            if patience == 0 or self._stuck():
+                window, patience = len(self.resident) + 1, PATIENCE
+                if not self._admit() and self._stuck():
+                    raise self._livelock()
 
 
 def warp_function(address: int) -> WarpFunction:
