@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import click
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -87,6 +88,7 @@ def show(name: str, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable output.")
 def lint(names: tuple[str, ...], as_json: bool) -> None:
     """Prove that trivial outputs and wrong references fail. Exit 1 when one survives."""
+    torch.set_num_threads(1)  # The tensors are small; on a busy machine threads that wait for each other cost minutes.
     chosen = dict.fromkeys(s.family for n in names for s in _find(n)) or families()
     reports = []
     for name in chosen:
