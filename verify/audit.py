@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 from kernelmill.specs.schema import Family
 from kernelmill.verify.build.schedules import Table, parse, read_table
@@ -20,6 +21,9 @@ ALLOWED_MODULES = (
     "enum",
     "__future__",
 )
+
+_HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
+"""Control characters but line feed and tab; characters without width or that turn the direction of the text."""
 
 
 def audit(source: str, family: Family) -> Table:
@@ -40,6 +44,9 @@ def _parse(source: str) -> ast.Module:
         raise Rejected(Code.audit_syntax, "the file is not UTF-8") from None
     if size > MAX_SOURCE_BYTES:
         raise Rejected(Code.audit_syntax, f"the file has more than {MAX_SOURCE_BYTES} bytes")
+    if found := _HIDDEN.search(source):
+        line = source.count("\n", 0, found.start()) + 1
+        raise Rejected(Code.audit_syntax, f"line {line}: character U+{ord(found.group()):04X}, which nobody sees")
     try:
         return parse(source)
     except SyntaxError as error:
@@ -75,5 +82,14 @@ def _check_launch(tree: ast.Module, family: Family) -> None:
     bare = [a.arg for a in arguments.args if a.annotation is None]
     if bare:
         raise Rejected(Code.audit_signature, f"{where}: parameters without annotation: {', '.join(bare)}")
-    if not any(ast.unparse(d) in ("cute.jit", "cutlass.cute.jit") for d in launch.decorator_list):
+    if not any(_dotted(d) in ("cute.jit", "cutlass.cute.jit") for d in launch.decorator_list):
         raise Rejected(Code.audit_signature, f"{where}: launch must be decorated with @cute.jit")
+
+
+def _dotted(node: ast.expr) -> str:
+    """``a.b.c`` of at most three names, else nothing: an attacker's expression may be too deep to unparse."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute) and len(names) < 2:
+        names.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(names)]) if isinstance(node, ast.Name) else ""

@@ -100,6 +100,9 @@ def _assignment(tree: ast.Module) -> ast.Assign:
     ]
     if len(found) != 1 or len(found[0].targets) != 1:
         raise Rejected(Code.audit_signature, f"SCHEDULES must be assigned once at module level, found {len(found)}")
+    first, last = found[0].lineno, found[0].end_lineno or 0
+    if any(n is not found[0] and n.lineno <= last and (n.end_lineno or 0) >= first for n in tree.body):
+        raise _bad(found[0], "SCHEDULES must have its lines to itself")
     return found[0]
 
 
