@@ -35,7 +35,7 @@ def _operands(instr: Instruction, *counts: int) -> tuple[Operand, ...]:
 
 def emit(code: KernelCode, instr: Instruction) -> None:
     """Emit one collective. Raises Unsupported or PtxError."""
-    if instr.modifiers[:1] != ("sync",) and instr.opcode != "match":
+    if "sync" not in instr.modifiers[: 2 if instr.opcode == "match" else 1]:
         _bad(instr)
     {"shfl": _shuffle, "vote": _vote, "match": _match, "redux": _redux, "elect": _elect}[instr.opcode](code, instr)
 

@@ -44,7 +44,7 @@ def is_warp_barrier(instr: Instruction) -> bool:
 
 def waits_for_lanes(instr: Instruction) -> bool:
     """Whether the instruction acts only when the lanes of its member mask have all come."""
-    return instr.opcode in COLLECTIVES or is_warp_barrier(instr)
+    return is_warp_barrier(instr) or (instr.opcode in COLLECTIVES and "sync" in instr.modifiers)
 
 
 def is_barrier(instr: Instruction) -> bool:
@@ -93,9 +93,9 @@ def uses(instr: Instruction, kernel: Kernel) -> tuple[list[Register], list[Regis
     else:
         operands = list(instr.operands)
         if instr.opcode == "shfl":
-            count = len(operands) - 4
+            count = max(0, len(operands) - 4)
         elif instr.opcode == "match":
-            count = len(operands) - 2
+            count = max(0, len(operands) - 2)
         else:
             count = _DESTINATIONS.get(instr.opcode, 0)
     writes = [r for o in operands[:count] for r in registers(o)]
