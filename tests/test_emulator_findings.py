@@ -230,10 +230,10 @@ def test_a_count_that_is_never_reached() -> None:
 def test_impossible_barriers() -> None:
     for operands in ("17", "1, 33", "1, 96"):
         assert found(f"bar.sync {operands};", ints(), block=64).code == "divergent_barrier"
-    body = "setp.lt.u32 %p0, %r60, 32; @%p0 bra A; bar.sync 1, 64; ret; A: bar.sync 1, {}; ret;"
-    f = found(body.format(96), ints(), block=96)
-    assert f.code == "divergent_barrier" and "96" in f.message and "64" in f.message
-    clean(body.format(32), ints(), block=96)
+    body = "setp.lt.u32 %p0, %r60, 32; @%p0 bra A; bar.sync 1, 128; ret; A: bar.sync 1, {}; ret;"
+    f = found(body.format(96), ints(), block=128)
+    assert f.code == "divergent_barrier" and "96" in f.message and "128" in f.message
+    clean(body.format(128), ints(), block=128)
     clean("bar.sync 15, 64;", ints(), block=64)
 
 
