@@ -187,13 +187,16 @@ class Code:
 
 
 @cache
-def _target() -> llvm.TargetMachine:
+def _target() -> llvm.Target:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    target = llvm.Target.from_default_triple()
-    return target.create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=1, jit=True
-    )
+    return llvm.Target.from_default_triple()
+
+
+def _machine() -> llvm.TargetMachine:
+    """A target machine for this host. Each engine takes possession of its own."""
+    features = llvm.get_host_cpu_features().flatten()
+    return _target().create_target_machine(cpu=llvm.get_host_cpu_name(), features=features, opt=1, jit=True)
 
 
 @dataclass(frozen=True)
@@ -209,10 +212,11 @@ def jit(module: ir.Module, *names: str, optimise: bool = False) -> Native:
     code generation, which pay for helpers; kernels are emitted in good order as they are."""
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
+    machine = _machine()
     if optimise:
-        builder = llvm.create_pass_builder(_target(), llvm.create_pipeline_tuning_options(speed_level=1))
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
         builder.getModulePassManager().run(parsed, builder)
-    engine = llvm.create_mcjit_compiler(parsed, _target())
+    engine = llvm.create_mcjit_compiler(parsed, machine)
     engine.finalize_object()
     return Native(engine, {name: engine.get_function_address(name) for name in names})
 
