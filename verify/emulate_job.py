@@ -69,7 +69,7 @@ def emulate(folder: Path) -> dict[str, Any]:
         program = emulator.compile(request.ptx)
     except emulator.Unsupported as error:
         return EmulateReply(unsupported=str(error)).model_dump(mode="json")
-    except emulator.PtxError as error:
+    except (emulator.PtxError, emulator.PlanError) as error:
         return EmulateReply(malformed=str(error)).model_dump(mode="json")
     inputs = np.memmap(folder / "inputs.bin", dtype=np.uint8, mode="r")
     replies = []
@@ -81,6 +81,8 @@ def emulate(folder: Path) -> dict[str, Any]:
             )
         except emulator.Unsupported as error:
             return EmulateReply(unsupported=str(error)).model_dump(mode="json")
+        except emulator.PlanError as error:
+            return EmulateReply(malformed=str(error)).model_dump(mode="json")
         finding = result.findings[0] if result.findings else None
         replies.append(RunReply(finding=finding, counters=tuple(result.counters), seconds=result.seconds))
         if finding:

@@ -53,7 +53,7 @@ def _launch(kernel: KernelCounters, hardware: Hardware) -> float:
     per_sm = min(share, hardware.sm_bytes_per_cycle)
     memory = max(
         kernel.global_bytes_busiest * on_busiest / per_sm,
-        kernel.load_rounds_busiest * LATENCY * waves,
+        kernel.load_rounds_busiest / math.ceil(kernel.threads / 32) * LATENCY * waves,
     )
     return LAUNCH_GAP + max(issue, shared, memory) + kernel.barriers * BARRIER * waves
 

@@ -270,6 +270,8 @@ class KernelCode(Code):
             (label,) = end.operands
             assert isinstance(label, Label)
             target = self.starts[label.block]
+            if target <= segment.index:
+                self._end_loads()
         elif end.opcode in ("ret", "exit"):
             _only(end, {"uni"} if end.opcode == "ret" else set())
             target = -1
@@ -358,6 +360,7 @@ class KernelCode(Code):
             self.put("barrier_value", value)
         self._set_pc(self.mask, self.i32(segment.following))
         self.put("rotate", self.i32(0))
+        self._end_loads()
         b.ret(self.i32(Status.BARRIER))
 
     # Registers and operands.
@@ -584,6 +587,18 @@ class KernelCode(Code):
         helper = self._helper(form.space, address, lambda s: memory.load(s, form.size, form.count))
         self._access(helper, instr)
         self._get_data(dest, form, instr)
+        if form.space in ("", "global"):
+            self._count_load()
+
+    def _count_load(self) -> None:
+        """Loads in a row are one round, until :meth:`_end_loads`: ptxas issues them together."""
+        grouped = self.get("loads_grouped", I64)
+        self.bump(self.field("load_rounds"), self.b.sub(self.i64(1), grouped))
+        self.put("loads_grouped", self.i64(1))
+
+    def _end_loads(self) -> None:
+        """What no load is moved over: a barrier, a store that may alias, the next turn of a loop."""
+        self.put("loads_grouped", self.i64(0))
 
     def _load_param(self, dest: Operand, address: Address, form: MemoryForm, instr: Instruction) -> None:
         """A parameter at a constant address: the same value for all lanes, checked here."""
@@ -601,6 +616,8 @@ class KernelCode(Code):
         self._put_address(address, instr)
         self._put_data(source, form, instr)
         self._access(self._helper(form.space, address, lambda s: memory.store(s, form.size, form.count)), instr)
+        if form.space in ("", "global"):
+            self._end_loads()
 
     def emit_atomic(self, instr: Instruction) -> None:
         form: AtomForm = atom_form(instr)

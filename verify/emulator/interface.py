@@ -73,8 +73,9 @@ class KernelCounters(Frozen):
     """Counters of one launch. ``*_busiest`` are per CTA: the largest over the grid's CTAs.
 
     ``issue_slots``: warp instructions issued (all CTAs). ``lane_instructions``: those times active lanes.
-    ``shared_cycles``: shared-memory wavefronts including bank conflicts (32 banks of 4 bytes). ``barriers``: barrier
-    phases that a CTA completed, largest over CTAs. ``exits`` and the rest are totals over the grid.
+    ``shared_cycles``: shared-memory wavefronts including bank conflicts (32 banks of 4 bytes). ``load_rounds``: groups of
+    loads from global memory with no barrier, global store or loop turn between them, summed over warps.
+    ``barriers``: barrier phases that a CTA completed, largest over CTAs. What is not ``busiest`` sums over the grid.
     """
 
     kernel: str
@@ -88,6 +89,8 @@ class KernelCounters(Frozen):
     shared_cycles_busiest: int
     global_bytes: int
     global_bytes_busiest: int
+    load_rounds: int
+    load_rounds_busiest: int
     barriers: int
     tensors: dict[str, TensorCounters] = {}
 

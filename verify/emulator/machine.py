@@ -293,7 +293,7 @@ class Totals:
     phases: int = 0
 
 
-_COUNTED = ("issue", "lanes", "shared_cycles", "global_bytes")
+_COUNTED = ("issue", "lanes", "shared_cycles", "global_bytes", "load_rounds")
 
 
 class Machine:

@@ -178,6 +178,8 @@ def _counters(name: str, grid: Grid, totals: Totals, memory: _Memory) -> KernelC
         shared_cycles_busiest=totals.busiest["shared_cycles"],
         global_bytes=totals.sums["global_bytes"],
         global_bytes_busiest=totals.busiest["global_bytes"],
+        load_rounds=totals.sums["load_rounds"],
+        load_rounds_busiest=totals.busiest["load_rounds"],
         barriers=totals.phases,
         tensors=tensors,
     )

@@ -107,6 +107,8 @@ WARP = np.dtype(
         ("shared_cycles", "u8"),
         ("global_bytes", "u8"),
         ("stores", "u8"),
+        ("load_rounds", "u8"),
+        ("loads_grouped", "u8"),
         # Memory.
         ("shared_host", "u8"),
         ("shared_shadow", "u8"),
@@ -118,7 +120,7 @@ WARP = np.dtype(
         ("local_size", "u8"),
         ("param_host", "u8"),
         *((name, "u4") for name in SCALARS),
-        ("pad", "u4", 5),
+        ("pad", "u4", 1),
         # Per lane.
         ("pc", "u4", LANES),
         ("tid.x", "u4", LANES),
