@@ -113,6 +113,40 @@ def test_an_artifact(target: str, bench: Bench) -> None:
         assert int.from_bytes(x[16:24], "little") == at.strides[0] > at.shape[1]
 
 
+TWO_LAUNCHES = """
+
+@cute.kernel
+def first(x: cute.Tensor, out: cute.Tensor):
+    row, _, _ = cute.arch.block_idx()
+    lane, _, _ = cute.arch.thread_idx()
+    kept = cutlass.utils.SmemAllocator().allocate_tensor(cutlass.BFloat16, cute.make_layout(64), byte_alignment=16)
+    kept[lane] = x[row // 2, lane]
+    out[row // 2, lane] = kept[lane]
+
+
+@cute.jit
+def launch(x: cute.Tensor, out: cute.Tensor, schedule: cutlass.Constexpr, stream: cuda.CUstream):
+    first(x, out).launch(grid=(2 * out.shape[0], 1, 1), block=(64, 1, 1), cluster=(2, 1, 1), stream=stream)
+    kernel(x, out).launch(grid=(out.shape[0], 1, 1), block=(32, 1, 1), use_pdl=True, cooperative=True, stream=stream)
+"""
+
+
+def test_launch_attributes_and_the_order_of_launches(bench: Bench, tmp_path: Path) -> None:
+    source = SKELETON.split("@cute.jit")[0] + TWO_LAUNCHES
+    (artifact,) = make(source, bench)
+    first, second = next(iter(artifact.plans.values())).launches
+    assert (first.grid, first.block, first.cluster, first.shared) == ((2, 1, 1), (64, 1, 1), (2, 1, 1), 128)
+    assert (first.pdl, first.cooperative) == (False, False)
+    assert (second.grid, second.block, second.cluster, second.shared) == ((1, 1, 1), (32, 1, 1), (1, 1, 1), 0)
+    assert (second.pdl, second.cooperative) == (True, True)
+    for param in (*first.params, *second.params):
+        assert bytes.fromhex(param.bytes)[12:16] == bytes(4), "padding shows what was on the recorder's stack"
+    # New servers, with other addresses for everything, make the same artifact.
+    with ForkServer("compile") as compiler, ForkServer("native") as native:
+        again = Bench(compiler, native, bench.lib, tmp_path / "other", parallel=1, seconds=60.0)
+        assert make(source, again) == [artifact]
+
+
 def test_builds_are_cached_and_a_damaged_entry_is_built_again(bench: Bench) -> None:
     hits: list[bool] = []
 
