@@ -13,7 +13,7 @@ from typing import Literal
 
 from kernelmill.verify.emulator import alu
 from kernelmill.verify.emulator.interface import Unsupported
-from kernelmill.verify.emulator.ir import Address, Instruction, Kernel, Label, Operand, Register, Vector
+from kernelmill.verify.emulator.ir import Address, Immediate, Instruction, Kernel, Label, Operand, Register, Vector
 
 COLLECTIVES = frozenset({"shfl", "vote", "match", "redux", "elect"})
 """Instructions with ``.sync`` that wait for the lanes of a member mask; ``bar.warp.sync`` is another."""
@@ -106,13 +106,23 @@ def uses(instr: Instruction, kernel: Kernel) -> tuple[list[Register], list[Regis
     return writes, reads
 
 
+def _names_all_lanes(instr: Instruction) -> bool:
+    """Whether the member mask is the constant that names every lane."""
+    members = instr.operands[-1] if instr.operands else None
+    return isinstance(members, Immediate) and members.value & 0xFFFFFFFF == 0xFFFFFFFF
+
+
 def _plain_load(instr: Instruction) -> bool:
     ordered = {"volatile", "relaxed", "acquire", "mmio"}
     return instr.opcode in ("ld", "ldu") and not ordered & set(instr.modifiers)
 
 
 def cut(kernel: Kernel) -> tuple[list[Segment], list[int]]:
-    """The segments of a kernel, and the segment where each block begins."""
+    """The segments of a kernel, and the segment where each block begins.
+
+    Once all live lanes have met (at a barrier, or where a member mask names all) they stay together to the end of the
+    block, so that the collectives there need not wait for anybody and begin no segment.
+    """
     segments: list[Segment] = []
     starts: list[int] = []
 
@@ -124,9 +134,11 @@ def cut(kernel: Kernel) -> tuple[list[Segment], list[int]]:
     for block in kernel.blocks:
         now = begin()
         starts.append(now.index)
-        plain = False
+        plain = together = False
         for instr in block.instructions:
-            if waits_for_lanes(instr) or is_barrier(instr):
+            if waits_for_lanes(instr) and together and instr.guard is None:
+                now.instructions.append(instr)
+            elif waits_for_lanes(instr) or is_barrier(instr):
                 if instr.guard is not None:
                     now.skip = Register(instr.guard.index, not instr.guard.negated)
                     now.target = len(segments) + 1
@@ -136,6 +148,7 @@ def cut(kernel: Kernel) -> tuple[list[Segment], list[int]]:
                 now.head = "barrier" if is_barrier(instr) else "collective"
                 now.instructions.append(instr)
                 plain = False
+                together = instr.guard is None and (is_barrier(instr) or _names_all_lanes(instr))
                 if is_barrier(instr) or instr.guard is not None:
                     now = begin()
                 if is_barrier(instr) and "red" in instr.modifiers:
