@@ -9,17 +9,18 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
+import re
 import shlex
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from kernelmill.specs.data import Frozen
+from kernelmill.specs.data import Frozen, canonical_json
 from kernelmill.specs.hardware import B200, GB300, H200
 from kernelmill.specs.registry import UnknownName, family, find, workloads
 from kernelmill.specs.schema import Family, Spec, Workload
@@ -208,15 +209,16 @@ class _Run:
         done = 0
         self.progress(Progress(stage="emulate", done=0, total=total))
         with ThreadPoolExecutor(self.parallel) as pool:
-            futures = [
-                pool.submit(
-                    emulate, self.verifier.native, a, u.spec, u.workloads, self.request.seeds, self.verifier.cases
-                )
-                for u, a in zip(self.units, self.artifacts, strict=True)
-            ]
+            # Targets of one family often differ in nothing but the PTX's .target line: emulated once, claimed for each.
+            futures: dict[str, Future[list[Emulated]]] = {}
+            for u, a in zip(self.units, self.artifacts, strict=True):
+                if _program(u, a) not in futures:
+                    futures[_program(u, a)] = pool.submit(
+                        emulate, self.verifier.native, a, u.spec, u.workloads, self.request.seeds, self.verifier.cases
+                    )
             try:
-                for unit, artifact, future in zip(self.units, self.artifacts, futures, strict=True):
-                    results = future.result()
+                for unit, artifact in zip(self.units, self.artifacts, strict=True):
+                    results = futures[_program(unit, artifact)].result()
                     self.runs += [_run_claim(unit, artifact, r) for r in results]
                     done += len(results)
                     self.progress(Progress(stage="emulate", done=done, total=total, note=unit.describe()))
@@ -227,7 +229,7 @@ class _Run:
     def _evidence(self, error: Rejected | None) -> Evidence:
         request = self.request
         if error is None:
-            levels = {t: Level.emulated for t in request.targets}
+            levels = dict.fromkeys(request.targets, Level.emulated)
             reason = f"{len(self.runs)} workload runs within tolerance on {len(self.artifacts)} artifacts"
             verdict = Verdict(code=Code.accepted, reason=reason, reproduce=self._command(), levels=levels)
         else:
@@ -268,6 +270,13 @@ class _Run:
         if request.seeds != (0,):
             words += [w for s in request.seeds for w in ("--seed", str(s))]
         return shlex.join(words)
+
+
+def _program(unit: Unit, artifact: Artifact) -> str:
+    """What the emulator runs: two artifacts with the same one are one program."""
+    ptx = re.sub(r"^\.target .*$", "", artifact.ptx, flags=re.MULTILINE)
+    plans = {name: plan.model_dump(mode="json") for name, plan in artifact.plans.items()}
+    return hashlib.sha256(canonical_json([unit.spec.name, ptx, plans]).encode()).hexdigest()
 
 
 def _artifact_claim(artifact: Artifact) -> ArtifactClaim:
