@@ -168,7 +168,7 @@ def verifier(folder: Path, request: Request, progress: OnProgress) -> Evidence:
     assert request.lib == folder / "kernels" / "lib"
     assert request.workloads is None and request.targets == TARGETS and not request.weak_sandbox
     assert not list(request.cache.iterdir())
-    return make_evidence(request.source, request.seeds)
+    return make_evidence(request.source, request.seeds, family_name=request.specs[0])
 
 
 def snapshot(folder: Path) -> dict[str, bytes | str]:

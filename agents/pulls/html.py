@@ -35,6 +35,7 @@ def render(report: Report) -> str:
         plots=plots(report),
         errors=[(spec, list(rows)) for spec, rows in groupby(report.errors, key=lambda row: row.spec)],
         worst=_worst(report.errors),
+        old_overall={row.target: row for row in report.old_overall},
         old_resources={(row.spec, row.target): row for row in report.old_resources},
         old_counters={(row.spec, row.workload): row for row in report.old_counters},
         counters=[(spec, list(rows)) for spec, rows in groupby(report.counters, key=lambda row: row.spec)],

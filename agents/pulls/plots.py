@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from kernelmill.agents.pulls.report import MODEL_UNITS, CounterRow, ErrorRow, Report
 from kernelmill.specs.data import Frozen
@@ -38,7 +39,7 @@ _STYLE = {
 
 
 class Plot(Frozen):
-    """``uri``: a data: address of the SVG. ``text``: what it shows, for those who cannot see it."""
+    """``uri``: a data: address of the SVG, empty where a sentence says it all. ``text``: what it shows in words."""
 
     title: str
     uri: str
@@ -99,13 +100,15 @@ def _counter(report: Report, field: str, title: str) -> Plot | None:
     if ratios:
         smaller, equal = sum(v < 1 for _, v in ratios), sum(v == 1 for _, v in ratios)
         text = f"Against the merged kernel: smaller in {smaller}, equal in {equal} of {len(ratios)} workloads."
+        if equal == len(ratios):
+            return Plot(title=title, uri="", text=f"Equal to the merged kernel's in all {equal} workloads.")
         axis, points, limit = "new / merged (left of the line is less)", ratios, 1.0
     else:
         values = [v for _, v, _ in pairs]
         text = f"From {min(values):,.0f} to {max(values):,.0f}; no merged kernel to compare with."
         axis, points, limit = title, [(r, v) for r, v, _ in pairs], None
     series = Series(label="", colour=NEW, marker="o", values=_by_spec(points))
-    log = limit is None and all(v > 0 for _, v in points)
+    log = limit is None and 0 < 10 * min(v for _, v in points) < max(v for _, v in points)
     return Plot(title=title, uri=_draw([series], f"{axis}, {report.counter_target}", limit=limit, log=log), text=text)
 
 
@@ -128,6 +131,9 @@ def _draw(series: Sequence[Series], label: str, limit: float | None, log: bool) 
             axes.axvline(limit, color=LIMIT, linewidth=1)
         if log:
             axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 3)))
+            axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+            axes.xaxis.set_minor_formatter(NullFormatter())
         elif limit is not None:
             low, high = axes.get_xlim()
             axes.set_xlim(min(low, 0.0), max(high, 1.05 * limit))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from itertools import groupby
 from typing import Literal
 
 from kernelmill.agents.pulls.model import PullMeta
@@ -15,7 +14,6 @@ from kernelmill.agents.pulls.recheck import Recheck
 from kernelmill.agents.text import printable
 from kernelmill.specs.data import Frozen
 from kernelmill.specs.registry import UnknownName, family
-from kernelmill.specs.schema import Spec
 from kernelmill.verify.evidence import ArtifactClaim, Claims, Evidence, RunClaim
 from kernelmill.verify.run import TARGETS
 from kernelmill.verify.verdict import REMEDIES, Level
@@ -100,8 +98,8 @@ class DiffLine(Frozen):
 
 class Report(Frozen):
     """``origin``: who established the evidence, one line. ``problems``: why it must not be merged. ``against``: what
-    candidate, counters and diff are compared with. ``old_*``: the incumbent's rows, empty without one. ``uncovered``:
-    legal sizes that were not run, one line each."""
+    candidate, counters and diff are compared with. ``old_*``: the incumbent's rows, empty without one. ``overall``: one
+    row per target, ``resources`` one per spec and target. ``uncovered``: legal sizes not run, a line per axis."""
 
     id: str
     title: str
@@ -118,6 +116,8 @@ class Report(Frozen):
     limits: tuple[str, ...]
     uncovered: tuple[str, ...]
     errors: tuple[ErrorRow, ...]
+    overall: tuple[ResourceRow, ...]
+    old_overall: tuple[ResourceRow, ...]
     resources: tuple[ResourceRow, ...]
     old_resources: tuple[ResourceRow, ...]
     counters: tuple[CounterRow, ...]
@@ -167,8 +167,10 @@ def build_report(
         limits=tuple(_limits(claims)),
         uncovered=tuple(_uncovered(claims)),
         errors=tuple(_errors(claims.runs)),
-        resources=tuple(_resources(claims.artifacts)),
-        old_resources=tuple(_resources(old.artifacts)) if old else (),
+        overall=tuple(_resources(claims.artifacts, by_spec=False)),
+        old_overall=tuple(_resources(old.artifacts, by_spec=False)) if old else (),
+        resources=tuple(_resources(claims.artifacts, by_spec=True)),
+        old_resources=tuple(_resources(old.artifacts, by_spec=True)) if old else (),
         counters=tuple(_counters(claims.runs, target)),
         old_counters=tuple(_counters(old.runs, target)) if old else (),
         counter_target=printable(target),
@@ -212,33 +214,47 @@ def _limits(claims: Claims) -> Iterable[str]:
 
 def _uncovered(claims: Claims) -> Iterable[str]:
     try:
-        known = {s.name: s for s in family(claims.family).specs}
+        specs = family(claims.family).specs
     except UnknownName:
         yield "This installation does not know the family, so its legal sizes are unknown."
         return
-    ran = {(r.spec, r.workload) for r in claims.runs}
-    lines: dict[str, list[str]] = {}
-    for name, spec in known.items():
-        for line in _uncovered_axes(spec, {w for s, w in ran if s == name}):
-            lines.setdefault(line, []).append(spec.variant)
-    for line, variants in lines.items():
-        yield line if len(variants) == len(known) else f"{line} ({', '.join(variants)})"
+    names = {(r.spec, r.workload) for r in claims.runs}
+    ran = {s.variant: [w for w in s.workloads if (s.name, w.name) in names] for s in specs}
+    short = [f"{len(ran[s.variant])} of {len(s.workloads)} in {s.variant}" for s in specs]
+    if any(len(ran[s.variant]) < len(s.workloads) for s in specs):
+        yield f"Not every workload was run: {'; '.join(short)}"
+    axes = {a.name: a for s in specs for a in s.axes}
+    for axis in axes.values():
+        values = {v: {w.axes[axis.name] for w in workloads} for v, workloads in ran.items() if workloads}
+        if axis.kind == "static":
+            left = _by_values({v: set(axis.values) - done for v, done in values.items()})
+            if left:
+                yield f"{axis.name} ({axis.doc}), static, was not run at: {left}"
+        elif any(len(done) < axis.maximum - axis.minimum + 1 for done in values.values()):
+            legal = f"legal from {axis.minimum} to {axis.maximum}"
+            yield f"{axis.name} ({axis.doc}), {legal}, ran only at: {_by_values(values)}"
 
 
-def _uncovered_axes(spec: Spec, workloads: set[str]) -> Iterable[str]:
-    ran = [w for w in spec.workloads if w.name in workloads]
-    if not ran:
-        yield "No workload at all was run"
-        return
-    if len(ran) < len(spec.workloads):
-        yield f"{len(spec.workloads) - len(ran)} of {len(spec.workloads)} workloads were not run"
-    for axis in spec.axes:
-        values = sorted({w.axes[axis.name] for w in ran})
-        shown = ", ".join(map(str, values))
-        if axis.kind == "dynamic" and len(values) < axis.maximum - axis.minimum + 1:
-            yield f"{axis.name} was run at {shown} of all legal values {axis.minimum} to {axis.maximum}"
-        elif axis.kind == "static" and (rest := [v for v in axis.values if v not in values]):
-            yield f"{axis.name} was not run at {', '.join(map(str, rest))}"
+def _by_values(found: dict[str, set[int]]) -> str:
+    """``1, 3 in plain, delta; 1-8 in norm``: variants with the same values together, those with none left out."""
+    groups: dict[str, list[str]] = {}
+    for variant, values in found.items():
+        if values:
+            groups.setdefault(_ranges(sorted(values)), []).append(variant)
+    if len(groups) == 1 and len(found) == len(next(iter(groups.values()))):
+        return next(iter(groups))
+    return "; ".join(f"{values} in {', '.join(variants)}" for values, variants in groups.items())
+
+
+def _ranges(values: list[int]) -> str:
+    """Ascending integers, three or more consecutive ones as a range."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][-1] + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ", ".join(f"{r[0]}-{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
 
 
 def _errors(runs: Iterable[RunClaim]) -> Iterable[ErrorRow]:
@@ -262,10 +278,11 @@ def _errors(runs: Iterable[RunClaim]) -> Iterable[ErrorRow]:
     return [max(rows, key=lambda r: float("inf") if r.share != r.share else r.share) for rows in found.values()]
 
 
-def _resources(artifacts: Iterable[ArtifactClaim]) -> Iterable[ResourceRow]:
-    order = sorted(artifacts, key=lambda a: (a.spec, a.target not in TARGETS, a.target != TARGETS[0], a.target))
-    for (spec, target), group in groupby(order, key=lambda a: (a.spec, a.target)):
-        members = list(group)
+def _resources(artifacts: Iterable[ArtifactClaim], by_spec: bool) -> Iterable[ResourceRow]:
+    groups: dict[tuple[str, str], list[ArtifactClaim]] = {}
+    for artifact in artifacts:
+        groups.setdefault((artifact.spec if by_spec else "", artifact.target), []).append(artifact)
+    for (spec, target), members in sorted(groups.items(), key=lambda g: (g[0][0], _place(g[0][1]), g[0][1])):
         kernels = [k for a in members for k in a.resources]
         yield ResourceRow(
             spec=printable(spec),
@@ -276,6 +293,10 @@ def _resources(artifacts: Iterable[ArtifactClaim]) -> Iterable[ResourceRow]:
             shared_bytes=max((k.shared_bytes for k in kernels), default=0),
             ptx_bytes=max(a.ptx_bytes for a in members),
         )
+
+
+def _place(target: str) -> int:
+    return TARGETS.index(target) if target in TARGETS else len(TARGETS)
 
 
 def _counters(runs: Iterable[RunClaim], target: str) -> Iterable[CounterRow]:

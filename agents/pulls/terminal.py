@@ -35,7 +35,7 @@ def _blocks(report: Report, diff: bool) -> list[RenderableType]:
     blocks += [Text(f"  {note}", "dim") for note in report.notes]
     blocks.append(_limits(report))
     blocks += [Rule(Text("errors against tolerance")), _errors(report)]
-    blocks += [Rule(Text("resources, largest over a spec's builds")), _resources(report)]
+    blocks += [Rule(Text("resources, largest over all builds")), _resources(report)]
     blocks += [Rule(Text(f"counters on {report.counter_target or 'no known target'}")), _counters(report)]
     if diff:
         blocks += [Rule(Text(f"the candidate against {report.against}")), _diff(report)]
@@ -69,19 +69,20 @@ def _errors(report: Report) -> Table:
 
 def _resources(report: Report) -> Table:
     names = ("registers", "spill_bytes", "shared_bytes", "ptx_bytes")
-    table = Table("spec", "target", *(n.replace("_", " ") for n in names), box=None)
-    old = {(r.spec, r.target): r for r in report.old_resources}
-    for row in report.resources:
-        before = old.get((row.spec, row.target))
+    table = Table("target", "builds", *(n.replace("_", " ") for n in names), box=None)
+    old = {r.target: r for r in report.old_overall}
+    for row in report.overall:
+        before = old.get(row.target)
         cells = [_change(getattr(row, n), getattr(before, n) if before else None) for n in names]
-        table.add_row(Text(row.spec), Text(row.target), *cells)
+        table.add_row(Text(row.target), str(row.artifacts), *cells)
     return table
 
 
 def _counters(report: Report) -> Table:
     names = ("issue_slots", "shared_cycles", "global_bytes", "barriers", "model_cost")
-    titles = [n.replace("_", " ") for n in names[:-1]] + [f"model cost ({MODEL_UNITS})"]
-    table = Table("spec", "workloads", *titles, box=None)
+    titles = [n.replace("_", " ") for n in names]
+    caption = Text(f"model cost is in {MODEL_UNITS}", "dim")
+    table = Table("spec", "workloads", *titles, box=None, caption=caption, caption_justify="left")
     old = {(r.spec, r.workload): r for r in report.old_counters}
     for spec in dict.fromkeys(r.spec for r in report.counters):
         rows = [r for r in report.counters if r.spec == spec]
