@@ -113,6 +113,22 @@ def test_an_artifact(target: str, bench: Bench) -> None:
         assert int.from_bytes(x[16:24], "little") == at.strides[0] > at.shape[1]
 
 
+@pytest.mark.parametrize(
+    ("statement", "code", "remedy"),
+    [
+        ("if lane < 3:\n        return", "UNSUP_EARLY_EXIT", "predicates"),
+        ("if cutlass.const_expr(lane < 3):\n        lane = lane", "PHASE_REQUIRES_CONSTANT", "Constexpr"),
+        ("value = cutlass.Float32(0)\n    if lane < 3:\n        value = lane", "TYPE_UNSTABLE_JOIN", "0.0, not 0"),
+    ],
+)
+def test_the_dsls_errors_come_with_a_remedy(statement: str, code: str, remedy: str, bench: Bench) -> None:
+    source = SKELETON.replace("    out[row, lane]", f"    {statement}\n    out[row, lane]")
+    with pytest.raises(Rejected, match=rf"error\[{code}\].*{remedy}") as caught:
+        make(source, bench)
+    assert caught.value.code is Code.compile_error
+    assert "\x1b" not in caught.value.reason + caught.value.detail
+
+
 TWO_LAUNCHES = """
 
 @cute.kernel

@@ -65,15 +65,24 @@ def main(folder: Path) -> None:
         launch, schedule_class = _load_candidate(folder / "candidate.py", Path(request["lib"]))
         for n, unit in enumerate(request["units"]):
             built.append(_build(folder, n, unit, launch, schedule_class))
-    except SystemExit as error:
-        reply["error"] = {"kind": "exit", "message": f"the candidate called exit({error.code})"}
-    except PermissionError as error:
-        reply["error"] = {"kind": "sandbox", "message": str(error)}
-    except MemoryError:
-        reply["error"] = {"kind": "memory", "message": "out of memory"}
     except BaseException as error:
-        reply["error"] = {"kind": "error", "message": f"{type(error).__name__}: {error}"[:20000]}
+        reply["error"] = {"kind": _kind(error), "message": f"{type(error).__name__}: {error}"[:20000]}
     (folder / "result.json").write_text(json.dumps(reply))
+
+
+def _kind(error: BaseException) -> str:
+    """What went wrong, looking through the DSL's own exceptions at what caused them."""
+    kinds: tuple[tuple[str, type[BaseException]], ...] = (
+        ("exit", SystemExit),
+        ("sandbox", PermissionError),
+        ("memory", MemoryError),
+    )
+    causes: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and len(causes) < 32:
+        causes.append(at)
+        at = at.__cause__ or at.__context__
+    return next((kind for kind, exception in kinds if any(isinstance(c, exception) for c in causes)), "error")
 
 
 def _load_candidate(path: Path, lib: Path) -> tuple[Any, Any]:

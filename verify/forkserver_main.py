@@ -62,8 +62,8 @@ def serve(control: socket.socket, jobs: dict[str, Job]) -> None:
     try:
         while True:
             timeout = CHECK_SECONDS if children else None
-            ready, _, _ = select.select([control, *children], [], [], timeout)
-            if control in ready:
+            ready, _, _ = select.select([control.fileno(), *children], [], [], timeout)
+            if control.fileno() in ready:
                 message, fds, _, _ = socket.recv_fds(control, 1 << 16, 1)
                 if not message:
                     return
@@ -102,7 +102,9 @@ def _excess(child: Child) -> str | None:
     """Which of its size limits the child exceeds."""
     total = 0
     for count, entry in enumerate(_entries(child.folder)):
-        size = entry.stat(follow_symlinks=False).st_size
+        size = 0
+        with suppress(FileNotFoundError):
+            size = entry.stat(follow_symlinks=False).st_size
         total += size
         if entry.name == "output.txt" and size > child.limits["output_bytes"]:
             return f"output over {child.limits['output_bytes']} bytes"
@@ -184,6 +186,7 @@ def _become_child(request: dict[str, Any], folder: Path, told: int) -> bool:
         programs=tuple(map(Path, request["programs"])),
         weak=request["weak"],
     )
+    note: dict[str, Any]
     try:
         note = {"weak": sandbox.apply(policy)}
     except sandbox.SandboxUnavailable as error:

@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from kernelmill.specs.schema import Family, Spec, TensorSpec, Workload
 from kernelmill.verify.artifact import Artifact
 from kernelmill.verify.build import cache, plans
 from kernelmill.verify.build.assemble import assemble
+from kernelmill.verify.build.diagnostics import plain, summary
 from kernelmill.verify.build.entries import MAX_PTX_BYTES, entries
 from kernelmill.verify.build.schedules import Schedule
 from kernelmill.verify.files import ChildFileError, read_child_file
@@ -33,15 +33,6 @@ MAX_CHUNK = 8
 COMPILE_LIMITS = Limits(seconds=120.0, memory_bytes=3 << 30, file_bytes=64 << 20, folder_bytes=512 << 20)
 RECORD_LIMITS = Limits(seconds=60.0, memory_bytes=2 << 30)
 MAX_OBJECT_BYTES = 64 << 20
-
-REMEDIES = {
-    "PHASE_REQUIRES_CONSTANT": "a run-time value decides at compile time: use const_expr only on Constexpr values",
-    "UNSUP_EARLY_EXIT": "no return, break or continue in staged control flow: use predicates",
-    "TYPE_UNSTABLE_JOIN": "both arms of a branch must give the same type: write 0.0, not 0, for floats",
-    "CALL_KERNEL_TARGET": "launch must be a @cute.jit function, not a kernel",
-    "INTERNAL": "often an argument without annotation; do not trust the line that is blamed",
-}
-"""DSL diagnostic code to a one-line remedy (nvidia-cutlass-dsl 4.8)."""
 
 
 @dataclass(frozen=True)
@@ -181,20 +172,10 @@ def _built(reply: Reply, units: Sequence[Unit], seconds: float) -> list[str]:
         failed = units[min(len(built), len(units) - 1)].describe()
         codes = {"exit": Code.compile_exit, "sandbox": Code.compile_sandbox, "memory": Code.compile_memory}
         code = codes.get(kind, Code.compile_memory if "MemoryError" in message else Code.compile_error)
-        raise Rejected(code, f"{failed}: {_first_line(message)}", message)
+        raise Rejected(code, f"{failed}: {summary(message)}", plain(message))
     if reply.status != 0:
         raise Rejected(Code.compile_exit, f"{where}: {reply.describe()}", reply.output)
     return built
-
-
-def _first_line(message: str) -> str:
-    """The DSL's diagnostic code with its remedy, or the first line that says something."""
-    lines = [n.strip() for n in message.splitlines() if n.strip()] or ["no message"]
-    found = re.search(r"error\[(\w+)\][^\n]*", message)
-    if found:
-        remedy = REMEDIES.get(found.group(1))
-        return found.group(0)[:300] + (f" ({remedy})" if remedy else "")
-    return lines[0][:300]
 
 
 def _unit_request(family: Family, unit: Unit) -> dict[str, Any]:
