@@ -11,7 +11,7 @@ from llvmlite import ir
 
 from kernelmill.verify.emulator import alu
 from kernelmill.verify.emulator.alu_base import LANES, int_type
-from kernelmill.verify.emulator.ir import Instruction, Kernel, Register, Vector
+from kernelmill.verify.emulator.ir import Instruction, Kernel, Register
 from kernelmill.verify.emulator.parser import parse
 
 llvm.initialize_native_target()
@@ -53,9 +53,7 @@ class Compiled:
         dests, sources = alu.signature(instr, kernel)
         operands = alu.flatten(instr)
         self.dests = dests
-        self.sources = [
-            w for w, o in zip(sources, operands[len(dests) :], strict=True) if isinstance(o, Register)
-        ]
+        self.sources = [w for w, o in zip(sources, operands[len(dests) :], strict=True) if isinstance(o, Register)]
         pointer = ir.IntType(8).as_pointer()
         module = ir.Module()
         count = len(self.sources)
@@ -122,7 +120,9 @@ def _compile(text: str) -> llvm.ExecutionEngine:
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=2
     )
     options = llvm.create_pipeline_tuning_options(speed_level=2)
-    llvm.create_pass_builder(machine, options).getModulePassManager().run(module, llvm.create_pass_builder(machine, options))
+    llvm.create_pass_builder(machine, options).getModulePassManager().run(
+        module, llvm.create_pass_builder(machine, options)
+    )
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
     return engine

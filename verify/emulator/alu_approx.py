@@ -2,8 +2,8 @@
 
 Nominal: the f64 result of the host's libm rounded to the destination type, which is correctly rounded except where the
 exact result lies within about 2^-28 ulp of a tie. Perturbed: moved by a pseudo-random whole number of destination
-steps, never zero when a step fits, so that the result stays within the error bound that the PTX ISA documents for the
-instruction. Both neighbours of the exact value count: with a bound of one ulp this is the other neighbour.
+steps so that the result stays within the error bound that the PTX ISA documents for the
+instruction; one result in four stays. With a bound of one ulp a moved result is the exact value's other neighbour.
 """
 
 from __future__ import annotations
@@ -122,7 +122,8 @@ def _floor(e: Emitter, x: ir.Value) -> ir.Value:
 
 
 def _perturb(e: Emitter, kind: str, bound: ir.Value, exact: ir.Value, nominal: ir.Value, random: ir.Value) -> ir.Value:
-    """Bits of a value of ``kind`` other than ``nominal`` (bits) within ``bound`` of ``exact``, if there is one."""
+    """Bits of a value of ``kind`` within ``bound`` of ``exact``, in three cases of four another than ``nominal`` (bits)
+    if there is one."""
     zero, one = splat_double(0.0), splat_double(1.0)
     value = to_f64(e, nominal, kind)
     step = _step(e, value, PRECISIONS[kind])
@@ -144,7 +145,11 @@ def _perturb(e: Emitter, kind: str, bound: ir.Value, exact: ir.Value, nominal: i
     finite = e.cmp("<", magnitude(e, nominal), e.like(nominal, INFINITY[kind]))
     finite = e.b.and_(finite, e.cmp("<", magnitude(e, moved), e.like(nominal, INFINITY[kind])))
     room = e.b.fcmp_ordered(">", e.b.fadd(up, down), zero)
-    return e.select(e.b.and_(e.b.and_(inside, finite), room), moved, nominal)
+    # A quarter stays, so that seeds differ even where a single other value is allowed.
+    move = e.cmp("!=", e.b.and_(random, splat(32, 3)), splat(32, 0))
+    for condition in (inside, finite, room):
+        move = e.b.and_(move, condition)
+    return e.select(move, moved, nominal)
 
 
 def _approximate(

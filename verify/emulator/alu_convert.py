@@ -35,7 +35,6 @@ from kernelmill.verify.emulator.alu_float import (
     saturate,
     saturate_finite,
     sign_of,
-    to_f32,
     to_f64,
     widen_bits,
 )
@@ -219,7 +218,8 @@ def _finish_half(e: Emitter, x: ir.Value, kind: str, relu: bool, finite: bool) -
 
 
 def _tf32(m: Modifiers) -> Form:
-    """f32 with the mantissa cut to 10 bits. ``rna``: to nearest, ties away from zero."""
+    """f32 with the mantissa cut to 10 bits. ``rna``: to nearest, ties away from zero. NaN as an H200 gives it: cut by
+    ``rna``, 0x7fffe000 by the other modes."""
     mode = m.choice("rna", "rn", "rz")
     relu, finite = mode != "rna" and m.flag("relu"), m.flag("satfinite")
     m.done()
@@ -234,12 +234,16 @@ def _tf32(m: Modifiers) -> Form:
             rounded = e.b.add(e.b.add(x, splat(32, 0xFFF)), even)
         else:
             rounded = x
-        result = e.b.and_(rounded, splat(32, -0x2000))
-        result = e.select(is_nan(e, x, "f32"), splat(32, CANONICAL_NAN["f32"]), result)
+        mask = splat(32, -0x2000)
+        nan = e.b.and_(x if mode == "rna" else splat(32, CANONICAL_NAN["f32"]), mask)
+        result = e.select(is_nan(e, x, "f32"), nan, e.b.and_(rounded, mask))
         if finite:
             largest = e.b.or_(splat(32, 0x7F7FE000), sign_of(e, x))
             result = e.select(e.cmp("==", magnitude(e, result), splat(32, INFINITY["f32"])), largest, result)
-        return [rectify(e, result, "f32") if relu else result]
+        if relu:
+            negative = e.cmp("<", result, splat(32, 0), True)
+            result = e.select(negative, splat(32, 0), result)
+        return [result]
 
     return Form(("tf32",), ("f32",), emit)
 
@@ -326,6 +330,15 @@ def _float_to_integer(m: Modifiers, target: str, source: str) -> Form:
     return Form((_held(target),), (source,), emit, wide=True)
 
 
+def _cut_nan(e: Emitter, x: ir.Value, target: str) -> ir.Value:
+    """A quiet NaN with the sign and the top payload bits of f64 NaN bits, as an H200 gives."""
+    width, field = width_of(target), INFINITY[target]
+    step = field & -field
+    payload = e.b.lshr(x, splat(64, 52 - (step.bit_length() - 1)))
+    bits = e.b.or_(e.b.and_(e.trunc(payload, width), splat(width, step - 1)), splat(width, field | step >> 1))
+    return e.b.or_(bits, e.trunc(e.b.lshr(sign_of(e, x), splat(64, 64 - width)), width))
+
+
 def _float_to_float(m: Modifiers, target: str, source: str) -> Form:
     narrowing = width_of(target) < width_of(source) or (target != source and width_of(target) == width_of(source) == 16)
     if narrowing:
@@ -350,15 +363,18 @@ def _float_to_float(m: Modifiers, target: str, source: str) -> Form:
             result = _half_from_f32(e, x, target, mode)
         elif narrowing:
             result = narrow(e, to_f64(e, x, source), target, mode)
+            if source == "f64":
+                result = e.select(is_nan(e, x, source), _cut_nan(e, x, target), result)
         elif target == source and not mode:
             result = x
         elif target == source:
             value = e.call(f"llvm.{_INTEGRAL[mode]}.v32f64", F64, to_f64(e, x, source))
             result = e.bits(value) if target == "f64" else narrow(e, value, target, "rn")
         elif target == "f64":
-            result = canonical(e, e.bits(to_f64(e, x, source)), target)
+            result = e.bits(to_f64(e, x, source))
         else:
-            result = canonical(e, e.bits(to_f32(e, x, source)), target)
+            # A NaN keeps its payload from bf16, not from f16: an H200 shifts the one and converts the other.
+            result = widen_bits(e, x, source) if source == "bf16" else canonical(e, widen_bits(e, x, source), target)
         if ftz and target == "f32":
             result = flush(e, result, target)
         if sat:

@@ -22,8 +22,8 @@ PACKED_HALVES = ("f16x2", "bf16x2")
 ROUNDINGS = ("rn", "rz", "rm", "rp")
 
 CANONICAL_NAN = {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FF8 << 48}
-"""PTX ISA 9.7.3 and 9.7.4: the NaN that single and half precision arithmetic returns. f64 passes payloads in an
-unspecified way; here it gives the default quiet NaN of the sign +."""
+"""PTX ISA 9.7.3 and 9.7.4: the NaN that single and half precision arithmetic returns. f64 passes payloads on in an
+unspecified way; here it always gives this one."""
 INFINITY = {"f16": 0x7C00, "bf16": 0x7F80, "f32": 0x7F800000, "f64": 0x7FF << 52}
 ONE = {"f16": 0x3C00, "bf16": 0x3F80, "f32": 0x3F800000, "f64": 0x3FF << 52}
 
@@ -364,23 +364,22 @@ def exact_unary_or_div(m: Modifiers, operation: str, count: int) -> Form:
 
 
 def _sign_instruction(m: Modifiers, function: Callable[[Emitter, ir.Value], ir.Value]) -> Form:
+    """abs and neg. NaN in gives an unspecified NaN; the canonical one, as an H200 gives."""
     kind = m.type("f32", "f64", *HALVES, *PACKED_HALVES)
     ftz = kind in ("f32", "f16", "f16x2") and m.flag("ftz")
     m.done()
 
     def each(e: Emitter, piece: str, x: ir.Value) -> ir.Value:
-        return function(e, flush(e, x, piece) if ftz else x)
+        return canonical(e, function(e, flush(e, x, piece) if ftz else x), piece)
 
     return _per_piece(kind, 1, each)
 
 
 def absolute(m: Modifiers) -> Form:
-    """NaN in gives an unspecified NaN; here its payload stays."""
     return alu_integer.absolute(m) if _is_integer(m) else _sign_instruction(m, magnitude)
 
 
 def neg(m: Modifiers) -> Form:
-    """NaN in gives an unspecified NaN; here its payload stays."""
     if _is_integer(m):
         return alu_integer.neg(m)
     return _sign_instruction(m, lambda e, x: e.b.xor(x, e.like(x, 1 << (e.width(x) - 1))))
@@ -444,6 +443,7 @@ def copysign(m: Modifiers) -> Form:
 
 
 def testp(m: Modifiers) -> Form:
+    """Zero counts as normal."""
     kind = m.type("f32", "f64")
     test = m.choice("finite", "infinite", "number", "notanumber", "normal", "subnormal")
     m.done()
@@ -457,7 +457,8 @@ def testp(m: Modifiers) -> Form:
             return [e.cmp(how, x, infinity)]
         smallest = e.like(x, INFINITY[kind] & -INFINITY[kind])
         if test == "normal":
-            return [e.b.and_(e.cmp(">=", x, smallest), e.cmp("<", x, infinity))]
+            zero = e.cmp("==", x, e.like(x, 0))
+            return [e.b.or_(zero, e.b.and_(e.cmp(">=", x, smallest), e.cmp("<", x, infinity)))]
         return [e.b.and_(e.cmp("!=", x, e.like(x, 0)), e.cmp("<", x, smallest))]
 
     return Form(("pred",), (kind,), emit)

@@ -119,7 +119,7 @@ def mad24(m: Modifiers) -> Form:
 
 
 def _divide(kind: str, remainder: bool) -> Form:
-    """Division by zero is unspecified in PTX; here the quotient is all ones and the remainder the dividend.
+    """Division by zero is unspecified in PTX; quotient and remainder are all ones, as an H200 gives.
     The most negative value by -1 gives itself, remainder 0. No input traps the host."""
     signed = kind[0] == "s"
 
@@ -131,8 +131,8 @@ def _divide(kind: str, remainder: bool) -> Form:
             safe = e.select(e.b.and_(lowest, e.cmp("==", y, e.like(y, -1))), e.like(y, 1), safe)
         if remainder:
             result = (e.b.srem if signed else e.b.urem)(x, safe)
-            return e.select(zero, x, result)
-        result = (e.b.sdiv if signed else e.b.udiv)(x, safe)
+        else:
+            result = (e.b.sdiv if signed else e.b.udiv)(x, safe)
         return e.select(zero, e.like(x, -1), result)
 
     name = f"{'rem' if remainder else 'div'}.{kind}"
@@ -314,6 +314,12 @@ def prmt(m: Modifiers) -> Form:
     return Form(("b32",), ("b32",) * 3, emit)
 
 
+def _field(e: Emitter, width: int, x: ir.Value) -> ir.Value:
+    """Position or length of a bit field. The ISA restricts both to 0..255; beyond, an H200 reads the low 8 bits in the
+    32-bit forms and clamps in the 64-bit forms."""
+    return e.b.and_(x, splat(32, 255)) if width == 32 else x
+
+
 def bfe(m: Modifiers) -> Form:
     kind = m.type("u32", "u64", "s32", "s64")
     m.done()
@@ -321,7 +327,7 @@ def bfe(m: Modifiers) -> Form:
 
     def emit(e: Emitter, s: Values, seed: ir.Value) -> list[ir.Value]:
         del seed
-        position, length = (e.b.and_(v, splat(32, 255)) for v in s[1:])
+        position, length = (_field(e, width, v) for v in s[1:])
         field = e.shift("ashr" if signed else "lshr", s[0], position)
         # Push the field to the top and back: the sign bit, or zeros, fill from above.
         unused = e.select(e.cmp("<", length, splat(32, width)), e.b.sub(splat(32, width), length), splat(32, 0))
@@ -337,7 +343,7 @@ def bfi(m: Modifiers) -> Form:
 
     def emit(e: Emitter, s: Values, seed: ir.Value) -> list[ir.Value]:
         del seed
-        position, length = (e.b.and_(v, splat(32, 255)) for v in s[2:])
+        position, length = (_field(e, width_of(kind), v) for v in s[2:])
         ones = e.like(s[0], -1)
         mask = e.b.xor(e.shift("shl", ones, length), ones)
         mask = e.shift("shl", mask, position)
