@@ -259,6 +259,7 @@ def headline(job: Job) -> str:
 
 
 def show_end(console: Console, job: Job) -> None:
+    """The attempts, how the job stands, and what to type next."""
     console.print(attempts_table(job))
     style = "bold green" if exit_status(job) == OK else "bold yellow"
     console.print(Text(headline(job), style), soft_wrap=True)

@@ -19,7 +19,7 @@ from kernelmill.agents.cli.generate import (
     preflight,
     show_end,
 )
-from kernelmill.agents.cli.progress import clock
+from kernelmill.agents.cli.progress import attempts_table, clock
 from kernelmill.agents.jobs.lock import holder
 from kernelmill.agents.jobs.model import UNFINISHED, Budget, Cancelled, Job, Raised, Status
 from kernelmill.agents.jobs.store import Store
@@ -97,7 +97,10 @@ def show(name: str | None, number: int | None, as_json: bool) -> None:
     for attempt in job.attempts:
         if attempt.code is not None and not attempt.accepted:
             console.print(Text(f"  attempt {attempt.n}: {attempt.code}: {printable(attempt.reason)}", "red"))
-    show_end(console, job)
+    if standing.startswith("running"):
+        console.print(attempts_table(job))
+    else:
+        show_end(console, job)
 
 
 @jobs.command(epilog="\b\nExample:\n  kernelmill jobs logs attn_res-7f3a")

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from kernelmill.agents.jobs.model import Attempt, Finished, Job, Proposed, Searched
+from kernelmill.agents.jobs.model import Attempt, Finished, Job, Origin, Proposed, Searched
 from kernelmill.agents.jobs.run import Changed, LaneStep
 from kernelmill.agents.text import printable
 from kernelmill.verify.run import Progress
@@ -22,6 +22,9 @@ LINE_SECONDS = 10.0
 
 ROWS = 14
 """Attempts that the live display shows, the newest last."""
+
+
+_STARTS: tuple[Origin, ...] = ("merged", "pull", "seed")
 
 
 def clock(seconds: float) -> str:
@@ -36,16 +39,22 @@ def verdict_text(attempt: Attempt) -> Text:
 
 
 def gain(attempt: Attempt, job: Job) -> str:
-    """The score as a change against the best incumbent in the same phase, in percent."""
-    bars = [a.score for a in job.attempts if a.origin in ("merged", "pull") and a.phase == attempt.phase and a.score]
+    """The score as a change against what the job starts from, in the same phase, in percent."""
+    bars = [a.score for a in job.attempts if a.origin == _start(job) and a.phase == attempt.phase and a.score]
     if attempt.score is None or not bars:
         return ""
     return f"{100 * (attempt.score / min(bars) - 1):+.1f} %"
 
 
+def _start(job: Job) -> Origin:
+    """What scores are set against: the merged kernel, else an open pull request, else the seed."""
+    origins = {a.origin for a in job.attempts}
+    return next((o for o in _STARTS if o in origins), "seed")
+
+
 def attempts_table(job: Job, rows: int | None = None) -> Table:
     """The attempts, the newest last: verdict, score, gain and hypothesis. Scores are model units, never a time."""
-    table = Table("", "phase", "verdict", "model units", "vs incumbent", "s", "hypothesis", box=None)
+    table = Table("", "phase", "verdict", "model units", f"vs {_start(job)}", "s", "hypothesis", box=None)
     for a in job.attempts[-rows:] if rows else job.attempts:
         score = "" if a.score is None else f"{a.score:.1f}"
         best = "bold" if job.best is not None and a.n == job.best.n else ""

@@ -57,9 +57,10 @@ class Search:
                     continue
                 source = known.uniform({**centre, field: value})
                 if not known.tried(source):
+                    rest = "".join(f", {k} {v}" for k, v in centre.items() if k != field)
                     cost = known.cost(size, centre)
-                    now = f"under {cost:.0f} model units" if cost is not None else "a lower cost than the base"
-                    note = f"{field} {centre[field]} -> {value} for all sizes; expected at size {size}: {now}"
+                    than = "the base" if cost is None else f"{cost:.0f} at size {size}"
+                    note = f"{field} {centre[field]} -> {value}{rest}; expect less than {than}"
                     return Proposal(source, note)
         return None
 
@@ -78,7 +79,7 @@ class Search:
         source = rewrite(known.source, ranges)
         if known.tried(source):
             return None
-        return Proposal(source, f"the best schedule of each size, in {len(ranges)} ranges; expected: the sum of bests")
+        return Proposal(source, f"the best schedule of each size, in {len(ranges)} ranges; expect the best of each")
 
 
 class _Known:
