@@ -1,9 +1,10 @@
 """Native code for one kernel: a function that runs one warp until it must stop.
 
-``i32 f(context)`` returns a :class:`~.state.Status`. The lanes at the lowest program counter run a segment
-together under a mask; as long as all live lanes are together, control goes from segment to segment directly. Registers
-live in native registers within a segment; those that another segment needs have a slot in the warp's context.
-Inactive lanes compute too (no instruction traps or is undefined), but their results never reach a slot or memory.
+``i64 f(context, fuel)`` returns a packed :class:`~.state.Status` (:func:`_emit_entry`). The lanes at the lowest program
+counter run a segment together under a mask; as long as all live lanes are together, control goes from segment to
+segment directly. Registers live in native registers within a segment; those that another segment needs have a slot in
+the warp's context. Inactive lanes compute too (no instruction traps or is undefined), but their results never reach a
+slot or memory.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kernelmill.verify.emulator.ir import (
     Variable,
     Vector,
 )
-from kernelmill.verify.emulator.native import HELPER, I32, I64, PTR, Code, call_helper, vec
+from kernelmill.verify.emulator.native import I32, I64, PTR, Code, call_helper, vec
 from kernelmill.verify.emulator.segments import RESULT, Segment, cut, flatten, is_barrier, slots, waits_for_lanes
 from kernelmill.verify.emulator.state import (
     LANES,
@@ -750,13 +751,33 @@ def _barrier_form(instr: Instruction) -> tuple[int, tuple[Operand, ...]]:
     return kind, instr.operands[1:-1]
 
 
+def _emit_entry(entry: ir.Function, warp: ir.Function) -> None:
+    """The function that the scheduler calls, with all that it wants to know in one word: status in bits 0-7, barrier
+    kind in 8-14, bit 15 whether memory changed, barrier id in 16-31, barrier threads in 32-47 (both saturated)."""
+    code = Code(entry)
+    b = code.b
+    code.put("fuel", entry.args[1])
+    before = code.get("stores", I64)
+    word = b.zext(b.call(warp, [code.context]), I64)
+    changed = b.zext(b.icmp_unsigned("!=", before, code.get("stores", I64)), I64)
+    word = b.or_(word, b.shl(changed, code.i64(15)))
+    word = b.or_(word, b.shl(b.zext(code.get("barrier_kind", I32), I64), code.i64(8)))
+    for name, shift in (("barrier_id", 16), ("barrier_threads", 32)):
+        value = code.get(name, I32)
+        fits = b.icmp_unsigned("<", value, code.i32(0xFFFF))
+        value = b.select(fits, value, code.i32(0xFFFF))
+        word = b.or_(word, b.shl(b.zext(value, I64), code.i64(shift)))
+    b.ret(word)
+
+
 def generate(module: ir.Module, symbol: str, kernel: Kernel, module_variables: Sequence[Variable]) -> Generated:
     """Emit ``kernel`` into ``module`` as function ``symbol``, a name of ours.
 
     Raises PtxError for instructions that are not PTX, Unsupported for what this emulator does not know.
     """
     frame = place(kernel, module_variables)
-    function = ir.Function(module, ir.FunctionType(HELPER.return_type, [PTR]), symbol)
+    function = ir.Function(module, ir.FunctionType(I32, [PTR]), f"{symbol}.warp")
     code = KernelCode(function, kernel, frame)
+    _emit_entry(ir.Function(module, ir.FunctionType(I64, [PTR, I64]), symbol), function)
     waits = tuple(s.instructions[0] if s.head != "plain" else None for s in code.segments)
     return Generated(symbol, frame, tuple(code.instructions), waits, SLOTS + code.slots[-1])

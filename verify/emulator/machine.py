@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
@@ -24,7 +25,8 @@ from kernelmill.verify.emulator.ir import Instruction
 from kernelmill.verify.emulator.state import LANES, OFFSET, SLOTS, WARP, BarrierKind, Status
 
 Dim3 = tuple[int, int, int]
-WarpFunction = Callable[[int], int]
+WarpFunction = Callable[[int, int], int]
+"""Context address and fuel to a packed status (see :mod:`.codegen`)."""
 
 SLICE = 1 << 15
 """Fuel of one run in order 0, in memory operations or so: some milliseconds, for a warp that never stops by itself."""
@@ -66,11 +68,11 @@ class Grid:
     params: int
     seed: int
 
-    @property
+    @cached_property
     def threads(self) -> int:
         return self.block[0] * self.block[1] * self.block[2]
 
-    @property
+    @cached_property
     def warps(self) -> int:
         return -(-self.threads // LANES)
 
@@ -142,36 +144,31 @@ class Cta:
 
     def __init__(self, grid: Grid, template: np.ndarray) -> None:
         self.grid = grid
-        self.template = template
         self.raw = _aligned(template.size).reshape(template.shape)
         self.head = headers(self.raw)
         self.shared = _aligned(2 * grid.shared)
         self.local = _aligned(2 * grid.generated.frame.local * LANES * grid.warps)
-        self.fuel = self.head["fuel"]
-        self.stores = self.head["stores"]
         self.addresses = [int(self.raw.ctypes.data) + w * self.raw.strides[0] for w in range(grid.warps)]
-        self.index = -1
+        self.template = template.copy()
+        head = headers(self.template)
+        head["shared_host"] = self.shared.ctypes.data
+        head["shared_shadow"] = self.shared.ctypes.data + grid.shared
+        size = self.local.size // 2
+        frames = np.arange(grid.warps, dtype=np.uint64) * np.uint64(size // grid.warps)
+        head["local_host"] = frames + np.uint64(self.local.ctypes.data)
+        head["local_shadow"] = frames + np.uint64(self.local.ctypes.data + size)
 
     def start(self, index: int) -> None:
         """Become CTA number ``index`` (x fastest)."""
         grid = self.grid
-        self.index = index
         nx, ny, _ = grid.grid
         self.coordinates: Dim3 = (index % nx, index // nx % ny, index // (nx * ny))
         self.raw[:] = self.template
-        head = self.head
         for d, name in enumerate("xyz"):
-            head[f"ctaid.{name}"] = self.coordinates[d]
-        head["smid"] = index % SMS
+            self.head[f"ctaid.{name}"] = self.coordinates[d]
+        self.head["smid"] = index % SMS
         self.shared[grid.shared :] = 0
-        head["shared_host"] = self.shared.ctypes.data
-        head["shared_shadow"] = self.shared.ctypes.data + grid.shared
-        size = self.local.size // 2
-        if size:
-            self.local[size:] = 0
-            frames = np.arange(grid.warps, dtype=np.uint64) * np.uint64(size // grid.warps)
-            head["local_host"] = frames + np.uint64(self.local.ctypes.data)
-            head["local_shadow"] = frames + np.uint64(self.local.ctypes.data + size)
+        self.local[self.local.size // 2 :] = 0
         self.state = [READY] * grid.warps
         self.ready = grid.warps
         self.alive = grid.warps
@@ -189,10 +186,8 @@ class Cta:
         control = (row[0:8], row[16:20], row[OFFSET["barrier_id"] : OFFSET["issue"]], row[pc : pc + 4 * LANES])
         return hash((*(part.tobytes() for part in control), row[SLOTS:].tobytes()))
 
-    def arrive(self, warp: int) -> None:
-        """All live lanes of ``warp`` came to a CTA barrier."""
-        head = self.head[warp]
-        number, threads, kind = (int(head[f"barrier_{n}"]) for n in ("id", "threads", "kind"))
+    def arrive(self, warp: int, number: int, threads: int, kind: int) -> None:
+        """All live lanes of ``warp`` came to CTA barrier ``number``, for ``threads`` threads (0: all)."""
         if number >= MAX_BARRIERS or threads % LANES or threads > LANES * self.grid.warps:
             reason = f"barrier {number} for {threads} threads: ids are below 16, counts whole warps of the CTA"
             raise Stop(self, warp, "divergent_barrier", reason)
@@ -207,7 +202,7 @@ class Cta:
             self.ready -= 1
         if kind >= BarrierKind.RED_POPC:
             barrier.kind = kind
-            barrier.values.append(int(head["barrier_value"]))
+            barrier.values.append(int(self.head["barrier_value"][warp]))
         self.complete(number)
 
     def complete(self, number: int) -> None:
@@ -349,11 +344,10 @@ class Machine:
         """Run one ready warp; whether it stopped for another reason than fuel."""
         if time.monotonic() > self.deadline:
             raise Stop(cta, warp, "livelock", "the time for this run is used up; this warp was still running")
-        cta.fuel[warp] = fuel
-        before = cta.stores[warp]
-        status = self.grid.run(cta.addresses[warp])
+        word = self.grid.run(cta.addresses[warp], fuel)
+        status = word & 0xFF
         if status == Status.YIELD:
-            if cta.stores[warp] != before:
+            if word & 0x8000:
                 self.epoch += 1
             else:
                 self._watch(cta, warp)
@@ -362,7 +356,7 @@ class Machine:
         if status == Status.EXIT:
             cta.exit(warp)
         elif status == Status.BARRIER:
-            cta.arrive(warp)
+            cta.arrive(warp, word >> 16 & 0xFFFF, word >> 32 & 0xFFFF, word >> 8 & 0x7F)
         elif status == Status.BLOCKED:
             raise cta.blocked(warp)
         elif status == Status.FAULT:
@@ -405,6 +399,7 @@ class Machine:
         return Stop(cta, warp, "livelock", reason, lane)
 
     def _run_in_order(self) -> None:
+        warps = range(self.grid.warps)
         while True:
             if not self.resident and not self._admit():
                 return
@@ -412,7 +407,7 @@ class Machine:
                 going = True
                 while going and cta.alive:
                     going = False
-                    for warp in range(self.grid.warps):
+                    for warp in warps:
                         if cta.alive and cta.state[warp] == READY:
                             going |= self._step(cta, warp, SLICE)
             # Whoever is left used up its fuel: it may wait for a CTA that has not started.
@@ -447,4 +442,4 @@ class Machine:
 
 def warp_function(address: int) -> WarpFunction:
     """The native function at ``address`` as a Python callable."""
-    return ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(address)
+    return ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_void_p, ctypes.c_int64)(address)
