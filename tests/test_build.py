@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from kernelmill.specs.registry import family
+from kernelmill.specs.schema import Axis
 from kernelmill.verify import build as building
 from kernelmill.verify.artifact import Artifact, KernelResources
 from kernelmill.verify.audit import audit
 from kernelmill.verify.build import Bench, Unit, build, plans
+from kernelmill.verify.build.abi import runtime_sizes, runtime_strides
 from kernelmill.verify.build.entries import MAX_ENTRIES, Entry, entries
 from kernelmill.verify.files import read_child_file
 from kernelmill.verify.forkserver import ForkServer, Limits
@@ -434,3 +436,21 @@ def test_every_hostile_candidate_says_what_it_tries() -> None:
         if path.stem == "invalid_python":
             continue
         assert "Verdict: " in (ast.get_docstring(ast.parse(text)) or ""), path.name
+
+
+def test_which_sizes_and_strides_are_run_time_values() -> None:
+    axes = (Axis(name="N", kind="static", doc="", values=(64,)),)
+    axes += tuple(Axis(name=n, kind="dynamic", doc="", maximum=m) for n, m in (("T", 512), ("S", 1 << 20)))
+    spec = SPEC.model_copy(update={"axes": axes})
+    template = SPEC.tensor("x")
+
+    def found(*shape: str | int, strided: tuple[int, ...] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        tensor = template.model_copy(update={"shape": shape, "strided": strided})
+        return runtime_sizes(tensor, spec), runtime_strides(tensor, spec, {"N": 64})
+
+    assert found("T", "2*N") == ((0,), ())
+    assert found("T", "N", strided=(0,)) == ((0,), (0,))
+    assert found("T", 8, "N", strided=(1,)) == ((0,), (0, 1))
+    assert found("T", "2*S", "N") == ((0, 1), (0,))
+    assert found("S", 16, "N") == ((0,), ())
+    assert found("S", 32, "N") == ((0,), (0,))

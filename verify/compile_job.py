@@ -127,7 +127,8 @@ def _fake(tensor: dict[str, Any] | None, sizes: dict[str, Any]) -> Any:
         return None
     for d in tensor["shape"]:
         if isinstance(d, str) and d not in sizes:
-            sizes[d] = cute.sym_int32()
+            factor, _, _ = d.rpartition("*")
+            sizes[d] = cute.sym_int32(divisibility=int(factor or 1))
     shape = tuple(sizes[d] if isinstance(d, str) else d for d in tensor["shape"])
     strides = tuple(cute.sym_int64(divisibility=tensor["divisibility"]) if s is None else s for s in tensor["strides"])
     return make_fake_tensor(DTYPES[tensor["dtype"]], shape, stride=strides, assumed_align=tensor["alignment"])

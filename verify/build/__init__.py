@@ -17,6 +17,7 @@ from typing import Any
 from kernelmill.specs.schema import Family, Spec, TensorSpec, Workload
 from kernelmill.verify.artifact import Artifact
 from kernelmill.verify.build import cache, plans
+from kernelmill.verify.build.abi import runtime_sizes, runtime_strides
 from kernelmill.verify.build.assemble import assemble
 from kernelmill.verify.build.diagnostics import plain, summary
 from kernelmill.verify.build.entries import MAX_PTX_BYTES, entries
@@ -187,12 +188,12 @@ def _unit_request(family: Family, unit: Unit) -> dict[str, Any]:
 
 
 def _tensor_request(tensor: TensorSpec, spec: Spec, axes: dict[str, int]) -> dict[str, Any]:
-    dynamic = {a.name for a in spec.dynamic_axes}
     at = layout(tensor, axes)
+    sizes, strides = runtime_sizes(tensor, spec), runtime_strides(tensor, spec, spec.binding(axes))
     return {
         "dtype": tensor.dtype.value,
-        "shape": [d if d in dynamic else n for d, n in zip(tensor.shape, at.shape, strict=True)],
-        "strides": [None if dim in tensor.strided else s for dim, s in enumerate(at.strides)],
+        "shape": [tensor.shape[dim] if dim in sizes else n for dim, n in enumerate(at.shape)],
+        "strides": [None if dim in strides else s for dim, s in enumerate(at.strides)],
         "divisibility": max(1, tensor.alignment // tensor.dtype.bytes),
         "alignment": tensor.alignment,
     }

@@ -11,6 +11,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from kernelmill.specs.data import Frozen
 from kernelmill.specs.schema import Spec
+from kernelmill.verify.build.abi import runtime_sizes, runtime_strides
 from kernelmill.verify.build.entries import Entry
 from kernelmill.verify.inspect import MAX_SHARED_BYTES
 from kernelmill.verify.layout import Layout, layout
@@ -79,13 +80,12 @@ def addresses(spec: Spec, which: int) -> dict[str, int]:
 
 def call(spec: Spec, axes: Mapping[str, int], which: int) -> list[list[tuple[str, int]]]:
     """The C ABI arguments of one call: per tensor its address, run-time sizes and run-time strides; then the stream."""
-    dynamic = {a.name for a in spec.dynamic_axes}
     arguments = []
     for tensor in spec.tensors:
         at = layout(tensor, axes)
         words = [("pointer", addresses(spec, which)[tensor.name])]
-        words += [("i32", n) for n, d in zip(at.shape, tensor.shape, strict=True) if d in dynamic]
-        words += [("i64", at.strides[dim]) for dim in tensor.strided]
+        words += [("i32", at.shape[dim]) for dim in runtime_sizes(tensor, spec)]
+        words += [("i64", at.strides[dim]) for dim in runtime_strides(tensor, spec, spec.binding(axes))]
         arguments.append(words)
     return [*arguments, [("pointer", STREAM)]]
 
