@@ -54,44 +54,53 @@ def negative(bits: int, kind: str) -> bool:
     return bool(bits & FORMATS[kind].sign)
 
 
-def value(bits: int, kind: str) -> Fraction:
-    """Of a finite float."""
+def parts(bits: int, kind: str) -> tuple[int, int]:
+    """(n, e) with the finite value n * 2^e."""
     f = FORMATS[kind]
     exponent = (bits & f.infinity) >> f.mantissa
     mantissa = bits & ((1 << f.mantissa) - 1)
     if exponent:
         mantissa |= 1 << f.mantissa
-    size = Fraction(mantissa) * Fraction(2) ** (max(exponent, 1) - f.bias - f.mantissa)
-    return -size if negative(bits, kind) else size
+    return (-mantissa if bits & f.sign else mantissa), max(exponent, 1) - f.bias - f.mantissa
+
+
+def value(bits: int, kind: str) -> Fraction:
+    """Of a finite float."""
+    n, e = parts(bits, kind)
+    return Fraction(n) * Fraction(2) ** e
 
 
 def rounded(q: Fraction, kind: str, mode: str, zero_negative: bool = False) -> int:
     """Bits of ``q`` in ``kind``; an exact zero takes the given sign."""
+    # 1200 fraction bits and a sticky bit decide every rounding; dyadic values are exact.
+    scaled, rest = divmod(abs(q.numerator) << 1200, q.denominator)
+    n = scaled << 1 | (rest != 0)
+    return round_dyadic(-n if q < 0 else n, -1201, kind, mode, zero_negative)
+
+
+def round_dyadic(n: int, e: int, kind: str, mode: str, zero_negative: bool = False) -> int:
+    """Bits of n * 2^e in ``kind``."""
     f = FORMATS[kind]
-    if q == 0:
+    if n == 0:
         return f.sign if zero_negative else 0
-    sign = f.sign if q < 0 else 0
-    q, below = abs(q), q < 0
-    exponent = q.numerator.bit_length() - q.denominator.bit_length()
-    if Fraction(2) ** exponent > q:
-        exponent -= 1
-    exponent = max(exponent, 1 - f.bias)
-    count = q / Fraction(2) ** (exponent - f.mantissa)
-    whole = math.floor(count)
-    rest = count - whole
-    away = {
-        "rn": rest > Fraction(1, 2) or (rest == Fraction(1, 2) and whole & 1 == 1),
-        "rz": False,
-        "rm": below and rest > 0,
-        "rp": not below and rest > 0,
-    }[mode]
-    whole += away
+    below, n = n < 0, abs(n)
+    # Exponent of the last place kept: that of the value's binade, or of the subnormals.
+    last = max(e + n.bit_length() - 1, 1 - f.bias) - f.mantissa
+    shift = last - e
+    if shift <= 0:
+        whole, rest, half = n << -shift, 0, 1
+    else:
+        whole, rest, half = n >> shift, n & ((1 << shift) - 1), 1 << (shift - 1)
+    if mode == "rn":
+        whole += rest > half or (rest == half and whole & 1)
+    elif (mode == "rm" and below) or (mode == "rp" and not below):
+        whole += rest > 0
     # A carry out of the mantissa moves into the exponent field by itself.
-    bits = whole + ((exponent - 1 + f.bias) << f.mantissa)
+    bits = whole + ((last + f.mantissa - 1 + f.bias) << f.mantissa)
     if bits >= f.infinity:
         to_infinity = mode == "rn" or (mode == "rm" and below) or (mode == "rp" and not below)
         bits = f.infinity if to_infinity else f.infinity - 1
-    return sign | bits
+    return (f.sign if below else 0) | bits
 
 
 def _special_sum(x: int, y: int, kind: str) -> None:
@@ -106,8 +115,13 @@ def _special_sum(x: int, y: int, kind: str) -> None:
 
 def _add(x: int, y: int, kind: str, mode: str) -> int:
     _special_sum(x, y, kind)
-    signs = negative(x, kind), negative(y, kind)
-    return rounded(value(x, kind) + value(y, kind), kind, mode, any(signs) if mode == "rm" else all(signs))
+    return _sum(parts(x, kind), parts(y, kind), (negative(x, kind), negative(y, kind)), kind, mode)
+
+
+def _sum(x: tuple[int, int], y: tuple[int, int], signs: tuple[bool, bool], kind: str, mode: str) -> int:
+    e = min(x[1], y[1])
+    n = (x[0] << (x[1] - e)) + (y[0] << (y[1] - e))
+    return round_dyadic(n, e, kind, mode, any(signs) if mode == "rm" else all(signs))
 
 
 def _product_special(x: int, y: int, kind: str) -> int | None:
@@ -115,21 +129,18 @@ def _product_special(x: int, y: int, kind: str) -> int | None:
     if is_nan(x, kind) or is_nan(y, kind):
         raise Special(NAN[kind])
     if is_infinite(x, kind) or is_infinite(y, kind):
-        if value_or_one(x, kind) == 0 or value_or_one(y, kind) == 0:
+        if not x & ~f.sign or not y & ~f.sign:
             raise Special(NAN[kind])
         return f.infinity | ((x ^ y) & f.sign)
     return None
-
-
-def value_or_one(bits: int, kind: str) -> Fraction:
-    return Fraction(1) if is_infinite(bits, kind) else value(bits, kind)
 
 
 def _mul(x: int, y: int, kind: str, mode: str) -> int:
     infinite = _product_special(x, y, kind)
     if infinite is not None:
         return infinite
-    return rounded(value(x, kind) * value(y, kind), kind, mode, bool((x ^ y) & FORMATS[kind].sign))
+    (n, e), (m, d) = parts(x, kind), parts(y, kind)
+    return round_dyadic(n * m, e + d, kind, mode, bool((x ^ y) & FORMATS[kind].sign))
 
 
 def _fma(x: int, y: int, z: int, kind: str, mode: str) -> int:
@@ -141,8 +152,8 @@ def _fma(x: int, y: int, z: int, kind: str, mode: str) -> int:
     if is_infinite(z, kind):
         raise Special(z)
     signs = bool((x ^ y) & FORMATS[kind].sign), negative(z, kind)
-    exact = value(x, kind) * value(y, kind) + value(z, kind)
-    return rounded(exact, kind, mode, any(signs) if mode == "rm" else all(signs))
+    (n, e), (m, d) = parts(x, kind), parts(y, kind)
+    return _sum((n * m, e + d), parts(z, kind), signs, kind, mode)
 
 
 def _div(x: int, y: int, kind: str, mode: str) -> int:
@@ -154,24 +165,27 @@ def _div(x: int, y: int, kind: str, mode: str) -> int:
         if is_infinite(x, kind) and is_infinite(y, kind):
             raise Special(NAN[kind])
         return sign | (f.infinity if is_infinite(x, kind) else 0)
-    if value(y, kind) == 0:
-        raise Special(NAN[kind] if value(x, kind) == 0 else sign | f.infinity)
-    return rounded(value(x, kind) / value(y, kind), kind, mode, bool(sign))
+    (n, e), (m, d) = parts(x, kind), parts(y, kind)
+    if m == 0:
+        raise Special(NAN[kind] if n == 0 else sign | f.infinity)
+    # 160 bits more than the divisor and a sticky bit decide every rounding.
+    quotient, rest = divmod(abs(n) << 160, abs(m))
+    n = quotient << 1 | (rest != 0)
+    return round_dyadic(-n if sign else n, e - d - 161, kind, mode, bool(sign))
 
 
 def _sqrt(x: int, kind: str, mode: str) -> int:
     if is_nan(x, kind):
         raise Special(NAN[kind])
-    if is_infinite(x, kind) or value(x, kind) == 0:
+    if is_infinite(x, kind) or not x & ~FORMATS[kind].sign:
         raise Special(NAN[kind] if is_infinite(x, kind) and negative(x, kind) else x)
     if negative(x, kind):
         raise Special(NAN[kind])
-    # 128 bits of root and a sticky bit decide every rounding.
-    shift = 1200
-    q = value(x, kind) * (1 << 2 * shift)
-    whole = math.isqrt(math.floor(q))
-    sticky = Fraction(0) if whole * whole == q else Fraction(1, 2)
-    return rounded((whole + sticky) / (1 << shift), kind, mode)
+    n, e = parts(x, kind)
+    # More than 60 bits of root and a sticky bit decide every rounding.
+    n, e = n << (160 + (e & 1)), e - (160 + (e & 1))
+    root = math.isqrt(n)
+    return round_dyadic(root << 1 | (root * root != n), e // 2 - 1, kind, mode)
 
 
 def flushed(bits: int, kind: str) -> int:
@@ -226,17 +240,26 @@ def convert(bits: int, source: str, target: str, mode: str) -> int:
         return sign | t.infinity | payload | quiet
     if is_infinite(bits, source):
         return FORMATS[target].infinity | sign
-    return rounded(value(bits, source), target, mode, bool(sign))
+    return round_dyadic(*parts(bits, source), target, mode, bool(sign))
 
 
 def to_integer(bits: int, source: str, width: int, signed: bool, mode: str) -> int:
     """Float to integer bits with saturation and PTX's rule for NaN."""
     low, high = (-(1 << (width - 1)), (1 << (width - 1)) - 1) if signed else (0, (1 << width) - 1)
     if is_nan(bits, source):
-        result = 1 << (width - 1) if source == "f64" or width == 64 else 0
-        return result
+        return 1 << (width - 1) if source == "f64" or width == 64 else 0
     if is_infinite(bits, source):
         return (low if negative(bits, source) else high) & ((1 << width) - 1)
-    q = value(bits, source)
-    whole = {"rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil, "rni": round}[mode](q)
+    n, e = parts(bits, source)
+    if e >= 0:
+        whole = n << e
+    else:
+        floor, rest, half = n >> -e, n & ((1 << -e) - 1), 1 << (-e - 1)
+        up = {
+            "rmi": False,
+            "rpi": rest > 0,
+            "rzi": rest > 0 and n < 0,
+            "rni": rest > half or (rest == half and floor & 1 == 1),
+        }
+        whole = floor + up[mode]
     return min(max(whole, low), high) & ((1 << width) - 1)

@@ -329,22 +329,18 @@ def test_float_comparison(kind: str) -> None:
     def order(x: int, y: int) -> str:
         if oracle.is_nan(x, kind) or oracle.is_nan(y, kind):
             return "u"
-        v, w = (
-            (math.inf * (-1 if oracle.negative(s, kind) else 1))
-            if oracle.is_infinite(s, kind)
-            else oracle.value(s, kind)
-            for s in (x, y)
-        )
+        # Sign and magnitude bits in the order of the values, both zeros as one.
+        sign = FORMATS[kind].sign
+        v, w = (-(s & ~sign) if s & sign else s for s in (x, y))
         return "<" if v < w else ">" if v > w else "="
 
+    orders = np.array([order(int(x), int(y)) for x, y in zip(*vectors, strict=True)])
+    assert set(orders) == set("<>=u")
     holds = {"eq": "=", "ne": "<>", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
     table = {**holds, **{f"{k}u": v + "u" for k, v in holds.items()}, "num": "<=>", "nan": "u"}
     for name, accepted in table.items():
-        check(
-            f"setp.{name}.{kind} {operands(1, width, width)}",
-            vectors,
-            lambda x, y, accepted=accepted: int(order(x, y) in accepted),
-        )
+        got = run(f"setp.{name}.{kind} {operands(1, width, width)}", *vectors)
+        np.testing.assert_array_equal(got, np.isin(orders, list(accepted)), err_msg=name)
 
 
 def test_comparison_combines_with_a_predicate_and_gives_the_complement() -> None:
@@ -571,9 +567,10 @@ def test_predicate_logic() -> None:
     assert (run("mov.pred %p0, %p1", x) == x).all()
 
 
-def test_lop3_every_table() -> None:
+def test_lop3_tables() -> None:
     x, y, z = (np.array([v], np.uint32) for v in (0xF0F0A5C3, 0xCCCC3C5A, 0xAAAA0FF1))
-    for table in range(256):
+    tables = {17 * i for i in range(16)} | {i | (15 - i) << 4 for i in range(16)} | {0xCA, 0x96, 0xE8, 0x3A, 0xB8, 0x1D}
+    for table in sorted(tables):
         want = 0
         for bit in range(32):
             index = int(x[0]) >> bit & 1, int(y[0]) >> bit & 1, int(z[0]) >> bit & 1
@@ -784,7 +781,7 @@ def test_integer_to_integer() -> None:
     for source, target in itertools.product(("s8", "u8", "s16", "u16", "s32", "u32", "s64", "u64"), repeat=2):
         bits, width = int(source[1:]), max(int(target[1:]), 16)
         held = max(bits, 16)
-        x = integer_vectors(held, 1)[0]
+        x = integer_vectors(held, 1)[0][:256]
         mask = (1 << width) - 1
 
         def cut(v: int, bits: int = bits, source: str = source) -> int:
@@ -891,9 +888,9 @@ def test_small_floats(kind: str) -> None:
         [x, y],
         lambda a, b: encoded(a) << field | encoded(b),
     )
-    codes = np.arange(1 << 8 if field == 4 else 1 << 16, dtype=f"u{held // 8}")
     valid = 2 * sign - 1
-    codes = codes[(codes & ~np.array(valid << field | valid, codes.dtype)) == 0]
+    # Every code in both places.
+    codes = np.array([c << field | (c * 5 + 3) % (valid + 1) for c in range(valid + 1)], f"u{held // 8}")
 
     def half(code: int) -> int:
         size = code & (sign - 1)
@@ -932,7 +929,7 @@ def test_e8m0_scales() -> None:
     def power(c: int) -> int:
         return 0x7FFF if c == 255 else oracle.rounded(oracle.Fraction(2) ** (c - 127), "bf16", "rn")
 
-    codes = np.arange(1 << 16, dtype=np.uint16)
+    codes = np.array([c << 8 | (c * 5 + 3) % 256 for c in range(256)], np.uint16)
     check("cvt.rn.bf16x2.ue8m0x2 %r0, %h1", [codes], lambda c: power(c >> 8) << 16 | power(c & 255))
 
 
@@ -956,7 +953,7 @@ def domain(name: str, kind: str) -> np.ndarray:
     """Inputs with a finite, ordinary result."""
     f = FORMATS[kind]
     rng = np.random.default_rng(6)
-    count = 1 << 11
+    count = 1 << 10
     if name == "ex2":
         limit = 15 if kind == "f16" else 126
         values = rng.uniform(-limit + 2, limit, count)
@@ -1103,7 +1100,8 @@ def test_perturbation_check_can_fail() -> None:
 
 def test_hardware_agrees() -> None:
     """What one H200 (driver 580, PTX assembled by the driver for sm_90a) gave for these instructions and inputs. Exact
-    instructions agree in every bit, but that any NaN of f64 will do; approximate ones lie within the documented bound."""
+    instructions agree in every bit, except that any NaN of f64 arithmetic will do; what the GPU gave for approximate
+    ones lies within the documented bound."""
     path = Path(__file__).parent / "data" / "opcodes_h200.json.gz"
     cases = json.loads(gzip.decompress(path.read_bytes()))
     assert len(cases) > 500

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Union
 
 
 class PtxError(ValueError):
@@ -69,7 +68,7 @@ class Label:
     """Index of the target in :attr:`Kernel.blocks`."""
 
 
-Operand = Union[Register, Immediate, Special, Symbol, Address, Vector, Label, None]
+Operand = Register | Immediate | Special | Symbol | Address | Vector | Label | None
 """None is the ignored destination ``_``. A paired destination ``d|p`` becomes two operands in order. The target list of
 ``brx.idx`` is flattened: ``(index register, Label, Label, ...)``."""
 

@@ -86,7 +86,7 @@ _TOKEN = re.compile(
   | (?P<float>0[fF][0-9a-fA-F]{8}(?![0-9a-zA-Z_$]) | 0[dD][0-9a-fA-F]{16}(?![0-9a-zA-Z_$]))
   | (?P<number>[0-9][0-9a-zA-Z_]*(?:\.[0-9][0-9a-zA-Z_]*)?)
   | (?P<name>[a-zA-Z_$%][a-zA-Z0-9_$]*)
-  | (?P<dotted>(?:\.|::)[a-zA-Z_][a-zA-Z0-9_]*)
+  | (?P<dotted>(?:\.|::)[a-zA-Z0-9_]+)
   | (?P<string>"[^"\n]*")
   | (?P<mark>[{}()\[\],;:|!+\-=<>@~.])
     """,
