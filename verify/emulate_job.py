@@ -100,5 +100,8 @@ def _buffer(inputs: np.ndarray, b: BufferRequest) -> Buffer:
     return Buffer(b.name, data, flags, b.shape, b.strides, b.itemsize, b.writable)
 
 
+preload = emulator.preload
+
+
 def main(folder: Path) -> None:
     (folder / "result.json").write_text(json.dumps(emulate(folder)))

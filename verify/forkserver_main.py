@@ -30,7 +30,8 @@ FLAVOURS: dict[str, dict[str, str]] = {
         "emulate": "kernelmill.verify.emulate_job",
     },
 }
-"""Flavour to job to the module whose ``main(folder)`` is the job. Importing the modules is the preloading."""
+"""Flavour to job to the module whose ``main(folder)`` is the job. Importing the modules is the preloading,
+and their ``preload()`` where they have one."""
 
 Job = Callable[[Path], None]
 
@@ -201,7 +202,10 @@ def main() -> None:
     # Compilers look for a GPU unless told otherwise.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     control = socket.socket(fileno=descriptor)
-    jobs = {name: importlib.import_module(module).main for name, module in FLAVOURS[flavour].items()}
+    modules = {name: importlib.import_module(module) for name, module in FLAVOURS[flavour].items()}
+    for module in modules.values():
+        getattr(module, "preload", lambda: None)()
+    jobs = {name: module.main for name, module in modules.items()}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.collect()
     gc.freeze()

@@ -11,7 +11,7 @@ from kernelmill.verify.emulator.interface import (
     Unsupported,
 )
 from kernelmill.verify.emulator.ir import PtxError
-from kernelmill.verify.emulator.program import Program, compile
+from kernelmill.verify.emulator.program import Program, compile, preload
 
 __all__ = [
     "Approx",
@@ -25,4 +25,5 @@ __all__ = [
     "TensorCounters",
     "Unsupported",
     "compile",
+    "preload",
 ]

@@ -73,9 +73,8 @@ class KernelCounters(Frozen):
     """Counters of one launch. ``*_busiest`` are per CTA: the largest over the grid's CTAs.
 
     ``issue_slots``: warp instructions issued (all CTAs). ``lane_instructions``: those times active lanes.
-    ``shared_cycles``: shared-memory wavefronts including bank conflicts (32 banks of 4 bytes). ``load_rounds``: groups of
-    loads from global memory with no barrier, global store or loop turn between them, summed over warps.
-    ``barriers``: barrier phases that a CTA completed, largest over CTAs. What is not ``busiest`` sums over the grid.
+    ``shared_cycles``: shared-memory wavefronts including bank conflicts (32 banks of 4 bytes). ``load_rounds``: groups
+    of loads from global memory with no barrier, global store or loop turn between them, summed over warps. ``barriers``: barrier phases that a CTA completed, largest over CTAs. What is not ``busiest`` sums over the grid.
     """
 
     kernel: str

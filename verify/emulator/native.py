@@ -207,19 +207,15 @@ class Native:
     addresses: dict[str, int]
 
 
-def jit(module: ir.Module, *names: str, optimise: bool = False) -> Native:
+def jit(module: ir.Module, *names: str, level: int) -> Native:
     """Compile ``module``, which may call any helper that :func:`need` made.
 
-    ``optimise``: at LLVM's -O1, which pays for helpers. Kernels at -O0 compile in half of the time and run as fast
-    within the noise: their registers live in vectors that are emitted in good order.
+    ``level`` of LLVM's code generator: 1 for helpers. Kernels at 0 compile in half of the time and run as fast within
+    the noise. LLVM's own passes over the IR were tried and gain nothing: it is emitted in good order.
     """
     parsed = llvm.parse_assembly(str(module))
     parsed.verify()
-    machine = _machine(1 if optimise else 0)
-    if optimise:
-        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
-        builder.getModulePassManager().run(parsed, builder)
-    engine = llvm.create_mcjit_compiler(parsed, machine)
+    engine = llvm.create_mcjit_compiler(parsed, _machine(level))
     engine.finalize_object()
     return Native(engine, {name: engine.get_function_address(name) for name in names})
 
@@ -235,7 +231,7 @@ def need(name: str, emit: Callable[[Code], None]) -> str:
     if name not in _helpers:
         module = ir.Module(name)
         emit(Code(ir.Function(module, HELPER, name)))
-        _helpers[name] = jit(module, name, optimise=True)
+        _helpers[name] = jit(module, name, level=1)
         llvm.add_symbol(name, _helpers[name].addresses[name])
     return name
 

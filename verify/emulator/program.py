@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from llvmlite import ir as llvm_ir
 
+from kernelmill.verify.emulator import memory
 from kernelmill.verify.emulator.codegen import Generated, generate
 from kernelmill.verify.emulator.findings import Place, finding_of
 from kernelmill.verify.emulator.interface import (
@@ -24,7 +25,7 @@ from kernelmill.verify.emulator.ir import Kernel, Module
 from kernelmill.verify.emulator.machine import Grid, Machine, Stop, Totals, warp_function
 from kernelmill.verify.emulator.native import Native, jit
 from kernelmill.verify.emulator.parser import parse
-from kernelmill.verify.emulator.state import MAX_REGIONS, PARAM_REGION, REGION, region_base
+from kernelmill.verify.emulator.state import MAX_REGIONS, PARAM_REGION, REGION, Space, region_base
 from kernelmill.verify.plan import Launch, LaunchPlan
 
 MAX_INSTRUCTIONS = 50_000
@@ -199,4 +200,12 @@ def compile(ptx: str) -> Program:
     kernels = {
         kernel.name: generate(code, f"kernel{n}", kernel, module.variables) for n, kernel in enumerate(module.kernels)
     }
-    return Program(module, kernels, jit(code, *(g.symbol for g in kernels.values())))
+    return Program(module, kernels, jit(code, *(g.symbol for g in kernels.values()), level=0))
+
+
+def preload() -> None:
+    """Make the helpers that most kernels use, once in a process that forks children which :func:`compile`."""
+    for space in (Space.GLOBAL, Space.SHARED):
+        for size, count in ((4, 1), (4, 4)):
+            memory.load(space, size, count)
+            memory.store(space, size, count)
