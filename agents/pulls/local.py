@@ -344,7 +344,7 @@ def _verify(
     if gitio.object_at(repo, base, folder(pull.family)) != gitio.object_at(repo, head, folder(pull.family)):
         raise Refused(f"{folder(pull.family)} has changed on {target} since {pull.id} was made; generate again")
     try:
-        result = recheck(repo, head, pull.family, source, recorded, verifier, progress)
+        result = recheck(repo, head, base, pull.family, source, recorded, verifier, progress)
     except Malformed as error:
         raise Refused(f"{pull.id} is not verified: {error}") from None
     return result, source, base

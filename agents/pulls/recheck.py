@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,13 @@ TIMEOUT = 3600.0
 MAX_SEEDS = 4
 """Recorded seeds that are run again; a claim with more costs the reviewer too much."""
 
+DECIDING = ("verify", "specs", "kernels/lib")
+"""What decides over builds and figures: a record made with other contents of these cannot be expected to agree."""
+
 DEFAULT_LEVELS = dict.fromkeys(TARGETS, Level.emulated)
+
+MAX_TOLD = 10
+"""Differences that are listed; the rest is counted."""
 
 RELATIVE = 1e-6
 """Relative difference up to which recorded and fresh errors are equal: the float64 reference may sum in another order
@@ -92,14 +98,16 @@ class Recheck(Frozen):
 def recheck(
     repo: git.Repo,
     base: str,
+    since: str,
     family: str,
     source: str,
     recorded: Evidence,
     verifier: Verifier,
     progress: OnProgress = lambda _: None,
 ) -> Recheck:
-    """Verify ``source`` as ``base`` says and compare with the recorded claims. Raises MachineFailure when that could
-    not be done, Malformed when the record asks for seeds that cannot be run."""
+    """Verify ``source`` as ``base`` says and compare with the claims that were recorded at the commit ``since``.
+
+    Raises MachineFailure when that could not be done, Malformed when the record asks for seeds that cannot be run."""
     seeds = recorded_seeds(recorded)
     secret = secrets.randbits(63)
     with gitio.worktree(repo, base) as folder:
@@ -115,9 +123,12 @@ def recheck(
             cache=cache,
         )
         fresh = verifier(folder, request, progress)
-    differences, notes, compared = compare(recorded, fresh, seeds)
+    moved = [path for path in DECIDING if gitio.object_at(repo, since, path) != gitio.object_at(repo, base, path)]
+    differences, notes, compared = compare(recorded, fresh, seeds, moved)
     problems = [*_verdict(fresh), *_levels(fresh, levels(repo, base)), *_sandbox(recorded, fresh)]
-    problems += [f"the recorded evidence does not hold: {d}" for d in differences]
+    problems += [f"the recorded evidence does not hold: {d}" for d in differences[:MAX_TOLD]]
+    if len(differences) > MAX_TOLD:
+        problems.append(f"and {len(differences) - MAX_TOLD} more differences from the recorded evidence")
     return Recheck(
         base=base,
         evidence=fresh,
@@ -193,11 +204,14 @@ def levels(repo: git.Repo, base: str) -> dict[str, Level]:
         raise MachineFailure(f"pyproject.toml of the base, [tool.kernelmill.levels]: {error}") from None
 
 
-def compare(recorded: Evidence, fresh: Evidence, seeds: tuple[int, ...]) -> tuple[list[str], list[str], int]:
+def compare(
+    recorded: Evidence, fresh: Evidence, seeds: tuple[int, ...], moved: Sequence[str]
+) -> tuple[list[str], list[str], int]:
     """Recorded claims against fresh ones: differences, what could not be compared and why, how many were compared.
 
-    Always compared: candidate, family, verdict, levels and coverage. Artifacts and runs only where the specs and the
-    versions of what builds and computes them are the same, as these change builds legitimately."""
+    Always compared: candidate, family, targets, verdict and levels. Artifacts and runs only where the project's folders
+    (``moved``: those that changed), the specs and the versions that decide over them are the same: all of these change
+    builds and figures legitimately."""
     old, new = recorded.claims, fresh.claims
     differences = [printable(d)[:300] for d in _fixed(old, new)]
     if not new.verdict.accepted:
@@ -209,8 +223,9 @@ def compare(recorded: Evidence, fresh: Evidence, seeds: tuple[int, ...]) -> tupl
         if recorded.context.versions.get(name) != fresh.context.versions.get(name)
     )
     notes = [f"not compared: spec {printable(name)} has changed since" for name in changed]
-    if versions:
-        return differences, [*notes, f"builds and runs not compared: other versions of {', '.join(versions)}"], 0
+    if versions or moved:
+        what = [*(f"{path} has changed" for path in moved), *(f"another version of {printable(v)}" for v in versions)]
+        return differences, [*notes, f"builds and runs not compared with the record: {', '.join(what)}"], 0
     artifacts = {_artifact_key(a): a for a in new.artifacts}
     runs = {_run_key(r): r for r in new.runs if r.seed in seeds}
     compared = 0
