@@ -316,7 +316,7 @@ def test_bounds_of_size(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_time_is_linear(unit: str) -> None:
-    """Twenty times the text takes less than sixty times as long: no quadratic path (400 times)."""
+    """Twenty times the text takes less than 120 times as long, on a busy machine too: no quadratic path (400 times)."""
 
     def seconds(count: int) -> float:
         text = program("".join(unit.replace("{}", str(i)) if "{}" in unit else unit for i in range(count)))
@@ -327,4 +327,4 @@ def test_time_is_linear(unit: str) -> None:
 
     seconds(100)
     small = max(min(seconds(500) for _ in range(3)), 5e-3)
-    assert seconds(10_000) < 60 * small
+    assert min(seconds(10_000) for _ in range(2)) < 120 * small

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from llvmlite import ir
 
 from kernelmill.verify.emulator import alu_integer
-from kernelmill.verify.emulator.alu_base import F32, F64, HALF, Emitter, Form, Modifiers, splat, splat_double
+from kernelmill.verify.emulator.alu_base import F32, F64, HALF, LANES, Emitter, Form, Modifiers, splat, splat_double
 
 Values = Sequence[ir.Value]
 
@@ -44,6 +44,10 @@ def is_negative(e: Emitter, x: ir.Value) -> ir.Value:
 
 
 def is_nan(e: Emitter, x: ir.Value, kind: str) -> ir.Value:
+    if kind in ("f32", "f64"):
+        # One host instruction.
+        value = e.as_f32(x) if kind == "f32" else e.as_f64(x)
+        return e.b.fcmp_unordered("uno", value, value)
     return e.cmp(">", magnitude(e, x), e.like(x, INFINITY[kind]))
 
 
@@ -232,6 +236,19 @@ def _f32(e: Emitter, operation: str, mode: str, x: Values) -> ir.Value:
     return e.outlined(f"{operation}.{mode}.f32", x[0].type, x, body)
 
 
+def _pair(e: Emitter, operation: str, x: Values) -> ir.Value:
+    """add, sub, mul, fma of f32x2 bits, to nearest, NaN canonical: a warp of pairs is 64 lanes of f32."""
+    lanes = ir.VectorType(ir.FloatType(), 2 * LANES)
+    v = [e.b.bitcast(s, lanes) for s in x]
+    if operation == "fma":
+        result = e.call("llvm.fma.v64f32", lanes, *v)
+    else:
+        result = {"add": e.b.fadd, "sub": e.b.fsub, "mul": e.b.fmul}[operation](*v)
+    pair = CANONICAL_NAN["f32"] << 32 | CANONICAL_NAN["f32"]
+    nan = e.b.fcmp_unordered("uno", result, result)
+    return e.b.bitcast(e.b.select(nan, e.b.bitcast(splat(64, pair), lanes), result), x[0].type)
+
+
 def _half(e: Emitter, operation: str, kind: str, x: Values) -> ir.Value:
     """add, sub, mul, fma of f16 or bf16 bits, rounded once to nearest; NaN canonical."""
     if operation in ("add", "sub") or (operation == "mul" and kind == "f16"):
@@ -290,6 +307,9 @@ def _arithmetic(m: Modifiers, operation: str, count: int) -> Form:
     sat = kind not in ("f64", "f32x2", "bf16", "bf16x2") and m.flag("sat")
     relu = operation == "fma" and piece in HALVES and m.flag("relu")
     m.done()
+
+    if kind == "f32x2" and mode == "rn" and not ftz:
+        return Form((kind,), (kind,) * count, lambda e, s, _: [_pair(e, operation, s)])
 
     def function(e: Emitter, piece: str, *x: ir.Value) -> ir.Value:
         if ftz:
