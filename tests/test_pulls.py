@@ -542,6 +542,7 @@ def test_reject_keeps_reason_and_commit_and_removes_the_branch(repo: Path) -> No
     assert run_git(repo, "branch", "--list", "kernelmill/*") == ""
     (found,) = local.list_pulls(repo)
     assert (found.state, found.note, found.commit) == (State.rejected, "spills\\u001b[2J on sm_90a", pull.commit)
+    assert local.report(repo, found).title == META.title
     with pytest.raises(PullError, match=r"rejected already: spills\\u001b"):
         offer(repo)
     with pytest.raises(PullError, match="rejected already"):

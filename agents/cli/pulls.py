@@ -129,8 +129,7 @@ def show(name: str | None, page: Path | None, as_json: bool) -> None:
         click.echo(json.dumps(data, indent=1))
     else:
         console = Console()
-        with console.pager(styles=True) if console.is_terminal else _no_pager():
-            terminal.show(report, console)
+        terminal.show(report, console)
         if pull.state is State.open:
             click.echo(f"\nnext: kernelmill pulls merge {pull.id}    (verifies anew first)")
 
@@ -200,7 +199,7 @@ def _only_open() -> Pull:
 
 
 def _show_recheck(pull: Pull, result: Recheck) -> None:
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     verdict = result.evidence.claims.verdict
     style = "bold green" if result.holds else "bold red"
     console.print(Text.assemble((f"{pull.id} {'holds' if result.holds else 'does not hold'}", style)))
@@ -234,11 +233,6 @@ def _bars(quiet: bool) -> Iterator[OnProgress]:
         if not quiet:
             console.print("verifying with the base branch's own verifier and an empty build cache ...")
         yield on_progress
-
-
-@contextmanager
-def _no_pager() -> Iterator[None]:
-    yield
 
 
 def _text(text: str) -> Text:

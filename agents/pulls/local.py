@@ -18,6 +18,7 @@ from kernelmill.agents.pulls.branch import (
     KERNEL,
     META,
     REPORT,
+    Contents,
     Malformed,
     folder,
     pull_id,
@@ -98,7 +99,8 @@ def find_pull(repo: Path, name: str) -> Pull:
 def candidate(repo: Path, pull: Pull) -> tuple[str, Evidence]:
     """The source and the *recorded* (untrusted) evidence of a pull request. Raises PullError when malformed."""
     with gitio.open_repo(repo) as opened:
-        return _candidate(opened, pull)[:2]
+        contents, evidence = _candidate(opened, pull)
+        return contents.source, evidence
 
 
 def incumbent(repo: Path, family: str, base: str | None = None) -> tuple[str, Evidence] | None:
@@ -116,9 +118,8 @@ def incumbent(repo: Path, family: str, base: str | None = None) -> tuple[str, Ev
 def report(repo: Path, pull: Pull) -> Report:
     """The report of a pull request from its recorded evidence. Raises PullError when it is malformed."""
     with gitio.open_repo(repo) as opened:
-        source, evidence, base = _candidate(opened, pull)
-        assert pull.meta is not None
-        return _report(opened, pull.id, base, source, evidence, pull.meta, None)
+        contents, evidence = _candidate(opened, pull)
+        return _report(opened, pull.id, contents.base, contents.source, evidence, contents.meta, None)
 
 
 def verify(
@@ -155,16 +156,15 @@ def merge(
         target = _target(opened, pull, into)
         checkout = gitio.checkouts(opened).get(target)
         _check_clean(checkout, target, pull.family)
-        result, source, base = _verify(opened, pull, target, verifier, progress)
+        result, contents = _verify(opened, pull, target, verifier, progress)
         if not result.holds:
             more = f" (and {len(result.problems) - 1} more)" if len(result.problems) > 1 else ""
             raise Refused(f"{pull.id} is not merged: {result.problems[0]}{more}")
-        assert pull.meta is not None
-        seeds = result.evidence.claims.seeds
-        meta = pull.meta.model_copy(update={"base_branch": target, "seeds": seeds[:8]})
-        fresh = _report(opened, pull.id, base, source, result.evidence, meta, result)
-        files = _files(pull.family, source, result.evidence, meta, fresh)
-        message = f"Merge {pull.id}: {_one_line(meta.title)}\n\n{_levels_line(result.evidence)}\n"
+        evidence, source = result.evidence, contents.source
+        meta = contents.meta.model_copy(update={"base_branch": target, "seeds": evidence.claims.seeds})
+        fresh = _report(opened, pull.id, contents.base, source, evidence, meta, result)
+        files = _files(pull.family, source, evidence, meta, fresh)
+        message = f"Merge {pull.id}: {_one_line(meta.title)}\n\n{_levels_line(evidence)}\n"
         commit = gitio.commit_files(opened, [result.base, pull.commit], files, message)
         # The checkout may have changed during the verification.
         _check_clean(checkout, target, pull.family)
@@ -300,11 +300,10 @@ def _examine(repo: git.Repo, name: str, ref: str, commit: str) -> Pull:
     return pull.model_copy(update={"state": State.merged if merged else State.open, "meta": contents.meta})
 
 
-def _candidate(repo: git.Repo, pull: Pull) -> tuple[str, Evidence, str]:
-    """Source, recorded evidence and base commit."""
+def _candidate(repo: git.Repo, pull: Pull) -> tuple[Contents, Evidence]:
+    """What is on the branch, and the recorded evidence."""
     try:
-        contents = read(repo, pull.id, pull.commit)
-        return contents.source, read_evidence(repo, pull.family, pull.commit), contents.base
+        return read(repo, pull.id, pull.commit), read_evidence(repo, pull.family, pull.commit)
     except Malformed as error:
         raise PullError(f"{printable(pull.id)} is malformed: {error}; see `kernelmill pulls reject`") from None
 
@@ -334,20 +333,21 @@ def _target(repo: git.Repo, pull: Pull, into: str | None) -> str:
 
 def _verify(
     repo: git.Repo, pull: Pull, target: str, verifier: Verifier, progress: OnProgress
-) -> tuple[Recheck, str, str]:
-    """The recheck, the candidate's source and the pull request's base commit."""
+) -> tuple[Recheck, Contents]:
+    """The recheck, and what was on the branch."""
     head = gitio.resolve(repo, f"refs/heads/{target}")
     assert head is not None
-    source, recorded, base = _candidate(repo, pull)
+    contents, recorded = _candidate(repo, pull)
+    base = contents.base
     if not gitio.is_ancestor(repo, base, head):
         raise Refused(f"{pull.id} does not start from a commit of {target}; make it again from there")
     if gitio.object_at(repo, base, folder(pull.family)) != gitio.object_at(repo, head, folder(pull.family)):
         raise Refused(f"{folder(pull.family)} has changed on {target} since {pull.id} was made; generate again")
     try:
-        result = recheck(repo, head, base, pull.family, source, recorded, verifier, progress)
+        result = recheck(repo, head, base, pull.family, contents.source, recorded, verifier, progress)
     except Malformed as error:
         raise Refused(f"{pull.id} is not verified: {error}") from None
-    return result, source, base
+    return result, contents
 
 
 def _check_clean(checkout: Path | None, target: str, family: str) -> None:

@@ -223,16 +223,21 @@ def _uncovered(claims: Claims) -> Iterable[str]:
     short = [f"{len(ran[s.variant])} of {len(s.workloads)} in {s.variant}" for s in specs]
     if any(len(ran[s.variant]) < len(s.workloads) for s in specs):
         yield f"Not every workload was run: {'; '.join(short)}"
-    axes = {a.name: a for s in specs for a in s.axes}
-    for axis in axes.values():
-        values = {v: {w.axes[axis.name] for w in workloads} for v, workloads in ran.items() if workloads}
-        if axis.kind == "static":
-            left = _by_values({v: set(axis.values) - done for v, done in values.items()})
-            if left:
-                yield f"{axis.name} ({axis.doc}), static, was not run at: {left}"
-        elif any(len(done) < axis.maximum - axis.minimum + 1 for done in values.values()):
-            legal = f"legal from {axis.minimum} to {axis.maximum}"
-            yield f"{axis.name} ({axis.doc}), {legal}, ran only at: {_by_values(values)}"
+    # Specs of a family share the names of their axes, not the legal values.
+    for name in dict.fromkeys(a.name for s in specs for a in s.axes):
+        axes = {s.variant: a for s in specs for a in s.axes if a.name == name and ran[s.variant]}
+        values = {variant: {w.axes[name] for w in ran[variant]} for variant in axes}
+        docs = {a.doc for a in axes.values()}
+        title = f"{name} ({docs.pop()})" if len(docs) == 1 else name
+        static = {v: set(a.values) - values[v] for v, a in axes.items() if a.kind == "static"}
+        if any(static.values()):
+            yield f"{title}, static, was not run at: {_by_values(static)}"
+        dynamic = {
+            v: values[v] for v, a in axes.items() if a.kind == "dynamic" and len(values[v]) < a.maximum - a.minimum + 1
+        }
+        if dynamic:
+            legal = {f"{axes[v].minimum} to {axes[v].maximum}" for v in dynamic}
+            yield f"{title}, legal from {' or '.join(sorted(legal))}, ran only at: {_by_values(dynamic)}"
 
 
 def _by_values(found: dict[str, set[int]]) -> str:
