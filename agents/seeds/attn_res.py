@@ -87,6 +87,7 @@ def kernel(
         bank_row = cute.zipped_divide(bank[token, j, None], (VECTOR,))
         rows.append([bank_row[None, tid + k * threads].load() for k in range(per_thread)])
     current = [prefix_row[None, tid + k * threads].load() for k in range(per_thread)]
+    weights = [score_weights(norm_weight, proj_weight, tid + k * threads) for k in range(per_thread)]
     if cutlass.const_expr(delta is not None):
         delta_row = cute.zipped_divide(delta[token, None], (VECTOR,))
         pending = [delta_row[None, tid + k * threads].load() for k in range(per_thread)]
@@ -103,11 +104,10 @@ def kernel(
     sums = [Float32(0.0) for _ in range(2 * sources)]
     for k in cutlass.range_constexpr(per_thread):
         column = tid + k * threads
-        weight = score_weights(norm_weight, proj_weight, column)
         for j in cutlass.range_constexpr(sources):
             value = rows[j][k].to(Float32)
             for e in cutlass.range_constexpr(VECTOR):
-                sums[2 * j] = sums[2 * j] + value[e] * weight[e]
+                sums[2 * j] = sums[2 * j] + value[e] * weights[k][e]
                 sums[2 * j + 1] = sums[2 * j + 1] + value[e] * value[e]
             if cutlass.const_expr(schedule.keep == "shared"):
                 kept[None, column, j].store(rows[j][k])
@@ -115,7 +115,9 @@ def kernel(
     # Softmax over the sources, in every thread.
     if cutlass.const_expr(sources > 1):
         totals = block_sums(sums, scratch, tid, schedule)
-        scores = [totals[2 * j] * cute.math.rsqrt(totals[2 * j + 1] * (1.0 / H) + EPS, fastmath=True) for j in range(sources)]
+        scores = [
+            totals[2 * j] * cute.math.rsqrt(totals[2 * j + 1] * (1.0 / H) + EPS, fastmath=True) for j in range(sources)
+        ]
         top = scores[0]
         for j in cutlass.range_constexpr(1, sources):
             top = cute.arch.fmax(top, scores[j])
@@ -173,6 +175,6 @@ def launch(
     schedule: cutlass.Constexpr,
     stream: cuda.CUstream,
 ):
-    kernel(
-        delta, norm_weight, proj_weight, out_weight, prefix, bank, out, nb, write, final, schedule
-    ).launch(grid=(prefix.shape[0], 1, 1), block=(schedule.threads, 1, 1), stream=stream)
+    kernel(delta, norm_weight, proj_weight, out_weight, prefix, bank, out, nb, write, final, schedule).launch(
+        grid=(prefix.shape[0], 1, 1), block=(schedule.threads, 1, 1), stream=stream
+    )

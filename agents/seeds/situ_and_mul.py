@@ -1,4 +1,4 @@
-"""situ_and_mul: elementwise, so all that counts is bytes in flight: 16-byte loads of both halves, several per thread."""
+"""situ_and_mul: elementwise, so what counts is bytes in flight: 16-byte loads of both halves, several per thread."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -68,6 +68,4 @@ def kernel(x: cute.Tensor, out: cute.Tensor, schedule: cutlass.Constexpr):
 def launch(x: cute.Tensor, out: cute.Tensor, schedule: cutlass.Constexpr, stream: cuda.CUstream):
     per_cta = schedule.threads * schedule.vectors * VECTOR
     parts = (out.shape[1] + per_cta - 1) // per_cta
-    kernel(x, out, schedule).launch(
-        grid=(parts, out.shape[0], 1), block=(schedule.threads, 1, 1), stream=stream
-    )
+    kernel(x, out, schedule).launch(grid=(parts, out.shape[0], 1), block=(schedule.threads, 1, 1), stream=stream)
