@@ -135,6 +135,22 @@ def test_one_unwritten_byte_is_enough() -> None:
     clean(body.format("@!%p0 st.global.b8 [%d1+3], 7;"), ints(), written=(False,))
 
 
+@pytest.mark.parametrize("space", ["shared", "global"])
+def test_an_element_of_a_vector_that_nobody_reads_may_be_unwritten(space: str) -> None:
+    """The compiler widens three loads to a vector of four; reading the fourth element is the mistake."""
+    body = f"""mul.wide.u32 %d2, %r60, 16; add.s64 %d3, %d2, %d20; cvt.u32.u64 %r9, %d2; mov.u32 %r8, buf;
+    add.u32 %r9, %r9, %r8; {OUT.replace("%d20", "%d21")}
+    st.{space}.v2.b32 [ADDRESS], {{%r60, %r60}}; st.{space}.b32 [ADDRESS+8], %r60;
+    ld.{space}.v4.b32 {{%r1, %r2, %r3, %r4}}, [ADDRESS];
+    add.u32 %r5, %r1, %r2; add.u32 %r5, %r5, {{}}; st.global.b32 [%d1], %r5;"""
+    body = body.replace("ADDRESS", "%r9" if space == "shared" else "%d3")
+    options: dict[str, object] = {"globals": SHARED, "shared": 512, "written": (False,)}
+    _, out = clean(body.replace("{}", "%r3"), ints(128), ints(), **options)
+    assert (out == 3 * np.arange(32)).all()
+    f = found(body.replace("{}", "%r4"), ints(128), ints(), **options)
+    assert (f.code, f.space) == ("uninitialised", space)
+
+
 WRITE_READ = """
     mov.u32 %r1, buf; shl.b32 %r2, %r60, 2; add.u32 %r3, %r1, %r2;
     st.shared.b32 [%r3], %r60;

@@ -22,7 +22,7 @@ def atomic(space: int, form: AtomForm) -> str:
         b, mask = code.b, code.function.args[1]
         check_access(code, space, mask, size * count, reads=True, writes=True)
         with code.each_lane(mask) as lane:
-            require_initialised(code, space, lane, size * count)
+            require_initialised(code, space, lane, b"\1" * (size * count))
             pointer = host_pointer(code, lane)
             for k in range(count):
                 place = code.at(pointer, k * size)

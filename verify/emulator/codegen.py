@@ -32,7 +32,7 @@ from kernelmill.verify.emulator.ir import (
     Vector,
 )
 from kernelmill.verify.emulator.native import I32, I64, PTR, Code, call_helper, vec
-from kernelmill.verify.emulator.segments import RESULT, Segment, cut, flatten, is_barrier, slots, waits_for_lanes
+from kernelmill.verify.emulator.segments import RESULT, Segment, allocate, cut, flatten, is_barrier, waits_for_lanes
 from kernelmill.verify.emulator.state import (
     LANES,
     LOCAL_BASE,
@@ -124,7 +124,8 @@ class KernelCode(Code):
         self.kernel = kernel
         self.frame = frame
         self.segments, self.starts = cut(kernel)
-        self.slots = slots(self.segments, kernel)
+        self.registers = allocate(self.segments, kernel)
+        self.slots = self.registers.slots
         self.instructions: list[Instruction] = []
         self.blocks = [self.block(f"s{s.index}") for s in self.segments]
         # State of the segment being emitted.
@@ -585,7 +586,12 @@ class KernelCode(Code):
             self._load_param(dest, address, form, instr)
             return
         self._put_address(address, instr)
-        helper = self._helper(form.space, address, lambda s: memory.load(s, form.size, form.count))
+        # NVVM widens loads over gaps: elements that nobody reads beside others need not have been written.
+        items = self._items(dest, form.count, instr)
+        needed = tuple(isinstance(i, Register) and i.index in self.registers.read for i in items)
+        if not any(needed):
+            needed = (True,) * form.count
+        helper = self._helper(form.space, address, lambda s: memory.load(s, form.size, needed))
         self._access(helper, instr)
         self._get_data(dest, form, instr)
         if form.space in ("", "global"):
@@ -780,4 +786,4 @@ def generate(module: ir.Module, symbol: str, kernel: Kernel, module_variables: S
     code = KernelCode(function, kernel, frame)
     _emit_entry(ir.Function(module, ir.FunctionType(I64, [PTR, I64]), symbol), function)
     waits = tuple(s.instructions[0] if s.head != "plain" else None for s in code.segments)
-    return Generated(symbol, frame, tuple(code.instructions), waits, SLOTS + code.slots[-1])
+    return Generated(symbol, frame, tuple(code.instructions), waits, SLOTS + code.registers.slot_bytes)

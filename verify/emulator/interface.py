@@ -74,7 +74,8 @@ class KernelCounters(Frozen):
 
     ``issue_slots``: warp instructions issued (all CTAs). ``lane_instructions``: those times active lanes.
     ``shared_cycles``: shared-memory wavefronts including bank conflicts (32 banks of 4 bytes). ``load_rounds``: groups
-    of loads from global memory with no barrier, global store or loop turn between them, summed over warps. ``barriers``: barrier phases that a CTA completed, largest over CTAs. What is not ``busiest`` sums over the grid.
+    of loads from global memory with no barrier, global store or loop turn between them, summed over warps.
+    ``barriers``: barrier phases that a CTA completed, largest over CTAs. What is not ``busiest`` sums over the grid.
     """
 
     kernel: str

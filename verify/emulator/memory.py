@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from llvmlite import ir
 
 from kernelmill.verify.emulator.native import I8, I32, I64, PTR, Code, call_helper, need, vec
@@ -251,11 +252,12 @@ def _pointer(code: Code, name: str, lane: ir.Value) -> ir.Value:
     return code.load(code.lane_at(code.field(name), lane, 8), PTR)
 
 
-def require_initialised(code: Code, space: int, lane: ir.Value, width: int) -> None:
-    """Emit the fault for a lane whose checked access has a byte that nobody wrote."""
-    flags = ir.IntType(8 * width)
+def require_initialised(code: Code, space: int, lane: ir.Value, pattern: bytes) -> None:
+    """Emit the fault for a lane whose checked access has a byte that nobody wrote, where ``pattern`` is 1."""
+    flags = ir.IntType(8 * len(pattern))
+    wanted = code.int(flags, int.from_bytes(pattern, "little"))
     value = code.load(_pointer(code, "shadow", lane), flags)
-    with code.when(code.b.icmp_unsigned("!=", value, code.int(flags, int("01" * width, 16)))):
+    with code.when(code.b.icmp_unsigned("!=", code.b.and_(value, wanted), wanted)):
         _fault(code, space, Fault.UNINITIALISED, lane, _lane_address(code, lane))
 
 
@@ -264,23 +266,27 @@ def _element(code: Code, name: str, k: int, size: int) -> ir.Value:
     return code.at(code.field(name), k * LANES * size)
 
 
-def load(space: int, size: int, count: int) -> str:
-    """The helper that reads ``count`` elements of ``size`` bytes per active lane."""
+def load(space: int, size: int, needed: tuple[bool, ...]) -> str:
+    """The helper that reads ``len(needed)`` elements of ``size`` bytes per active lane. Elements that are not needed
+    may be uninitialised."""
+    count = len(needed)
     width = size * count
     element = ir.IntType(8 * size)
+    pattern = b"".join(bytes([n] * size) for n in needed)
 
     def emit(code: Code) -> None:
         b, mask = code.b, code.function.args[1]
-        pattern = check_access(code, space, mask, width, reads=True, writes=False)
+        shape = check_access(code, space, mask, width, reads=True, writes=False)
         dense, uniform, general = code.block("dense"), code.block("uniform"), code.block("general")
-        switch = b.switch(pattern, general)
+        switch = b.switch(shape, general)
         switch.add_case(code.i32(DENSE), dense)
         switch.add_case(code.i32(UNIFORM), uniform)
 
         b.position_at_end(dense)
         pointer = _pointer(code, "host", code.i32(0))
         flags = code.load(_pointer(code, "shadow", code.i32(0)), vec(I64, LANES * width // 8))
-        unset = b.icmp_unsigned("!=", flags, code.int(flags.type, 0x0101010101010101))
+        wanted = code.lanes(I64, np.frombuffer(pattern * LANES, dtype="<u8").tolist())
+        unset = b.icmp_unsigned("!=", b.and_(flags, wanted), wanted)
         move = code.block("move")
         b.cbranch(code.any_bit(unset), general, move)
         b.position_at_end(move)
@@ -292,7 +298,7 @@ def load(space: int, size: int, count: int) -> str:
 
         b.position_at_end(uniform)
         lane = code.lowest(mask)
-        require_initialised(code, space, lane, width)
+        require_initialised(code, space, lane, pattern)
         pointer = _pointer(code, "host", lane)
         for k in range(count):
             value = code.splat(code.load(code.at(pointer, k * size), element))
@@ -302,14 +308,15 @@ def load(space: int, size: int, count: int) -> str:
 
         b.position_at_end(general)
         with code.each_lane(mask) as lane:
-            require_initialised(code, space, lane, width)
+            require_initialised(code, space, lane, pattern)
             pointer = _pointer(code, "host", lane)
             for k in range(count):
                 value = code.load(code.at(pointer, k * size), element)
                 code.store(value, code.lane_at(_element(code, "data", k, size), lane, size))
         b.ret(code.i32(0))
 
-    return need(f"km.ld.{SPACES[space]}.{size}x{count}", emit)
+    digits = "".join(str(int(n)) for n in needed)
+    return need(f"km.ld.{SPACES[space]}.{size}x{digits}", emit)
 
 
 def _interleave(code: Code, parts: Sequence[ir.Value]) -> ir.Value:

@@ -207,5 +207,5 @@ def preload() -> None:
     """Make the helpers that most kernels use, once in a process that forks children which :func:`compile`."""
     for space in (Space.GLOBAL, Space.SHARED):
         for size, count in ((4, 1), (4, 4)):
-            memory.load(space, size, count)
+            memory.load(space, size, (True,) * count)
             memory.store(space, size, count)

@@ -13,7 +13,7 @@ from typing import Literal
 
 from kernelmill.verify.emulator import alu
 from kernelmill.verify.emulator.interface import Unsupported
-from kernelmill.verify.emulator.ir import Address, Immediate, Instruction, Kernel, Label, Operand, Register, Vector
+from kernelmill.verify.emulator.ir import Address, Immediate, Instruction, Kernel, Operand, Register, Vector
 
 COLLECTIVES = frozenset({"shfl", "vote", "match", "redux", "elect"})
 """Instructions with ``.sync`` that wait for the lanes of a member mask; ``bar.warp.sync`` is another."""
@@ -102,7 +102,6 @@ def uses(instr: Instruction, kernel: Kernel) -> tuple[list[Register], list[Regis
     reads = [r for o in operands[count:] for r in registers(o)]
     if instr.guard is not None:
         reads.append(instr.guard)
-        reads.extend(writes)  # lanes without the guard keep the old value
     return writes, reads
 
 
@@ -170,35 +169,48 @@ def cut(kernel: Kernel) -> tuple[list[Segment], list[int]]:
     return segments, starts
 
 
-def slots(segments: list[Segment], kernel: Kernel) -> dict[int, int]:
-    """Bytes of offset of every register that must survive a segment, from 0; the others never leave native registers.
+@dataclass(frozen=True)
+class Registers:
+    """``slots``: byte offset of every register that must survive a segment; the others never leave native registers.
 
-    A register needs a slot when two segments name it, or when one reads it before writing it.
+    ``slot_bytes``: of all slots. ``read``: registers that some instruction reads.
     """
+
+    slots: dict[int, int]
+    slot_bytes: int
+    read: frozenset[int]
+
+
+def allocate(segments: list[Segment], kernel: Kernel) -> Registers:
+    """Give slots to the registers that two segments name, or that one segment reads before it writes them."""
     home: dict[int, int] = {}
     kept: set[int] = set()
+    read: set[int] = set()
     for segment in segments:
         written: set[int] = set()
-        accesses = [uses(i, kernel) for i in segment.instructions]
-        if segment.end is not None:
-            operands = [r for o in segment.end.operands if not isinstance(o, Label) for r in registers(o)]
-            accesses.append(([], operands + ([segment.end.guard] if segment.end.guard else [])))
-        if segment.skip is not None:
-            accesses.append(([], [segment.skip]))
-        for writes, reads in accesses:
-            for r in reads:
-                if r.index not in written:
-                    kept.add(r.index)
-            for r in writes:
-                written.add(r.index)
+        for writes, reads, guarded in _accesses(segment, kernel):
+            read.update(r.index for r in reads)
+            # Lanes without the guard keep the old value.
+            needed = [*reads, *writes] if guarded else reads
+            kept.update(r.index for r in needed if r.index not in written)
+            written.update(r.index for r in writes)
             for r in (*reads, *writes):
                 if home.setdefault(r.index, segment.index) != segment.index:
                     kept.add(r.index)
-    offsets: dict[int, int] = {}
+    slots: dict[int, int] = {}
     at = 0
     for index in sorted(kept):
-        offsets[index] = at
-        width = kernel.registers[index].width
-        at += 64 if width == 1 else max(64, width * 4)
-    offsets[-1] = at
-    return offsets
+        slots[index] = at
+        at += max(64, kernel.registers[index].width * 4)
+    return Registers(slots, at, frozenset(read))
+
+
+def _accesses(segment: Segment, kernel: Kernel) -> Iterator[tuple[list[Register], list[Register], bool]]:
+    """Writes, reads and whether there is a guard, for all that a segment does, in order."""
+    for instr in segment.instructions:
+        yield *uses(instr, kernel), instr.guard is not None
+    end = segment.end
+    if end is not None:
+        yield [], [r for o in end.operands for r in registers(o)] + ([end.guard] if end.guard else []), False
+    if segment.skip is not None:
+        yield [], [segment.skip], False
