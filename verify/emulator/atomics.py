@@ -44,7 +44,7 @@ def atomic(space: int, form: AtomForm) -> str:
 
 def _combine(code: Code, form: AtomForm, old: ir.Value, operand: ir.Value, flush: bool) -> ir.Value:
     b = code.b
-    zero, one = code.int(old.type, 0), code.int(old.type, 1)
+    zero, one = code.const(old.type, 0), code.const(old.type, 1)
     match form.operation:
         case "exch":
             return operand
@@ -79,7 +79,7 @@ def _combine(code: Code, form: AtomForm, old: ir.Value, operand: ir.Value, flush
 def _canonical(code: Code, value: ir.Value, nan: int, bits: ir.Type) -> ir.Value:
     """The bits of a float, with PTX's one NaN."""
     number = code.b.fcmp_ordered("ord", value, value)
-    return code.b.select(number, code.b.bitcast(value, bits), code.int(bits, nan))
+    return code.b.select(number, code.b.bitcast(value, bits), code.const(bits, nan))
 
 
 def _add_double(code: Code, x: ir.Value, y: ir.Value) -> ir.Value:
@@ -117,4 +117,4 @@ def _add_bf16(code: Code, x: ir.Value, y: ir.Value) -> ir.Value:
     bits = b.bitcast(total, I32)
     odd = b.and_(b.lshr(bits, code.i32(16)), code.i32(1))
     rounded = b.lshr(b.add(bits, b.add(odd, code.i32(0x7FFF))), code.i32(16))
-    return b.select(b.fcmp_ordered("ord", total, total), b.trunc(rounded, I16), code.int(I16, 0x7FFF))
+    return b.select(b.fcmp_ordered("ord", total, total), b.trunc(rounded, I16), code.const(I16, 0x7FFF))

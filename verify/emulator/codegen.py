@@ -163,7 +163,7 @@ class KernelCode(Code):
             b.ret(b.select(none, self.i32(Status.EXIT), self.i32(Status.BLOCKED)))
         pc, rotate = self.get("pc", vec(I32)), self.get("rotate", I32)
         key = b.sub(pc, self.splat(rotate))
-        key = b.select(self.bits(candidates), key, self.int(key.type, -1))
+        key = b.select(self.bits(candidates), key, self.const(key.type, -1))
         lowest = self.intrinsic(f"llvm.vector.reduce.umin.v{LANES}i32", I32, key)
         chosen = b.add(lowest, rotate)
         group = b.and_(self.bits(b.icmp_unsigned("==", pc, self.splat(chosen))), live)
@@ -305,12 +305,12 @@ class KernelCode(Code):
             raise _unsupported(end, "with a guard")
         index = self.fetch(end.operands[0], 32, end)
         targets = [self.starts[o.block] for o in end.operands[1:] if isinstance(o, Label)]
-        where = self.int(vec(I32), 0)
-        outside = b.icmp_unsigned(">=", index, self.int(vec(I32), len(targets)))
+        where = self.const(vec(I32), 0)
+        outside = b.icmp_unsigned(">=", index, self.const(vec(I32), len(targets)))
         self._trap(end, b.and_(self.mask, self.bits(outside)))
         for n, target in enumerate(targets):
-            chosen = b.icmp_unsigned("==", index, self.int(vec(I32), n))
-            where = b.select(chosen, self.int(vec(I32), target), where)
+            chosen = b.icmp_unsigned("==", index, self.const(vec(I32), n))
+            where = b.select(chosen, self.const(vec(I32), target), where)
         self._flush()
         self.put("pc", b.select(self.active, where, self.get("pc", vec(I32))))
         out = self.block()
@@ -329,7 +329,7 @@ class KernelCode(Code):
         members = self.fetch(instr.operands[-1], 32, instr)
         missing = b.and_(self.get("live", I32), b.not_(self.mask))
         absent = b.and_(members, self.splat(missing))
-        ready = b.and_(self.mask, self.bits(b.icmp_unsigned("==", absent, self.int(absent.type, 0))))
+        ready = b.and_(self.mask, self.bits(b.icmp_unsigned("==", absent, self.const(absent.type, 0))))
         with self.when(b.icmp_unsigned("!=", ready, self.mask)):
             self._wait(b.and_(self.mask, b.not_(ready)), segment)
             b.store(ready, self.mask_pointer)
@@ -375,7 +375,7 @@ class KernelCode(Code):
         if known is None:
             width = self.kernel.registers[register].width
             if register not in self.slots:
-                known = self.int(vec(ir.IntType(width)), 0)
+                known = self.const(vec(ir.IntType(width)), 0)
             elif width == 1:
                 known = self.bits(self.load(self._slot(register), I32, 4))
             else:
@@ -411,7 +411,7 @@ class KernelCode(Code):
         if self.kernel.registers[guard.index].width != 1:
             raise PtxError(0, f"register {guard.index} is used as a predicate")
         value = self._read(guard.index)
-        return self.b.xor(value, self.int(value.type, 1)) if guard.negated else value
+        return self.b.xor(value, self.const(value.type, 1)) if guard.negated else value
 
     def _bits_where(self, guard: Register) -> ir.Value:
         return self.b.and_(self.bits(self._where(guard)), self.mask)
@@ -426,12 +426,12 @@ class KernelCode(Code):
             if operand.negated:
                 if width != 1:
                     raise PtxError(instr.line, f"{instr.name[:100]}: '!' needs a predicate")
-                value = self.b.xor(value, self.int(type, 1))
+                value = self.b.xor(value, self.const(type, 1))
             return value
         if isinstance(operand, Immediate):
             if operand.bits is not None and operand.bits != width:
                 raise PtxError(instr.line, f"{instr.name[:100]}: a literal is not {width} bits wide")
-            return self.int(type, int(operand.value != 0) if width == 1 else operand.value)
+            return self.const(type, int(operand.value != 0) if width == 1 else operand.value)
         if isinstance(operand, Special):
             value = self._special(operand.name, instr)
             have = value.type.element.width
@@ -440,7 +440,7 @@ class KernelCode(Code):
             return self.b.zext(value, type) if have < width else self.b.trunc(value, type)
         if isinstance(operand, Symbol):
             address = self.frame.addresses[operand.index] + operand.offset
-            return self.int(type, address)
+            return self.const(type, address)
         raise PtxError(instr.line, f"{instr.name[:100]}: an operand has the wrong kind")
 
     def _special(self, name: str, instr: Instruction) -> ir.Value:
@@ -464,7 +464,7 @@ class KernelCode(Code):
         constants = {f"cluster_{n}.{d}": int(n == "nctaid") for n in ("ctaid", "nctaid") for d in "xyz"}
         constants |= {"cluster_ctarank": 0, "cluster_nctarank": 1, "is_explicit_cluster": 0, "gridid": 0}
         if name in constants:
-            return self.int(vec(I32), constants[name])
+            return self.const(vec(I32), constants[name])
         for prefix, source in (("clusterid.", "ctaid."), ("nclusterid.", "nctaid.")):
             if name.startswith(prefix):
                 return self.splat(self.get(source + name[-1], I32))
@@ -527,11 +527,11 @@ class KernelCode(Code):
                 raise PtxError(instr.line, f"{instr.name[:100]}: the address register is not 32 or 64 bits wide")
             value = self._read(base.index)
             if operand.offset:
-                value = self.b.add(value, self.int(value.type, operand.offset))
+                value = self.b.add(value, self.const(value.type, operand.offset))
             if width == 32:
                 value = self.b.zext(value, vec(I64))
         else:
-            value = self.int(vec(I64), self._static_address(operand))
+            value = self.const(vec(I64), self._static_address(operand))
         self.put("address", value)
 
     def _static_address(self, operand: Address) -> int:
@@ -656,7 +656,7 @@ class KernelCode(Code):
         if window:
             if width != 64:
                 raise _unsupported(instr)
-            by = self.int(value.type, window)
+            by = self.const(value.type, window)
             value = self.b.sub(value, by) if to else self.b.add(value, by)
         self.write(dest, value, instr)
 
@@ -665,8 +665,8 @@ class KernelCode(Code):
         space = instr.modifiers[0].removesuffix("::cta") if len(instr.modifiers) == 1 else ""
         if space not in ("global", "shared", "local"):
             raise _unsupported(instr)
-        top = self.b.lshr(self.fetch(source, 64, instr), self.int(vec(I64), 48))
-        self.write(dest, self.b.icmp_unsigned("==", top, self.int(top.type, WINDOWS.get(space, 0) >> 48)), instr)
+        top = self.b.lshr(self.fetch(source, 64, instr), self.const(vec(I64), 48))
+        self.write(dest, self.b.icmp_unsigned("==", top, self.const(top.type, WINDOWS.get(space, 0) >> 48)), instr)
 
     def emit_no_op(self, instr: Instruction) -> None:
         check_no_op(instr)
@@ -674,7 +674,7 @@ class KernelCode(Code):
     def emit_policy(self, instr: Instruction) -> None:
         """A cache policy: its bits are opaque, and caches are not modelled."""
         check_no_op(instr)
-        self.write(instr.operands[0], self.int(vec(I64), 0), instr)
+        self.write(instr.operands[0], self.const(vec(I64), 0), instr)
 
     def emit_nanosleep(self, instr: Instruction) -> None:
         """Let other warps run at the end of this segment."""
@@ -741,17 +741,17 @@ def _operands(instr: Instruction, count: int) -> tuple[Operand, ...]:
 
 def _barrier_form(instr: Instruction) -> tuple[int, tuple[Operand, ...]]:
     """Kind of a CTA barrier, and its id and thread count operands."""
-    left = [m for m in instr.modifiers if m not in ("cta", "aligned")]
-    if left == ["sync"] and len(instr.operands) in (1, 2):
+    left = tuple(m for m in instr.modifiers if m not in ("cta", "aligned"))
+    if left == ("sync",) and len(instr.operands) in (1, 2):
         return BarrierKind.SYNC, instr.operands
-    if left == ["arrive"] and len(instr.operands) == 2:
+    if left == ("arrive",) and len(instr.operands) == 2:
         return BarrierKind.ARRIVE, instr.operands
-    reductions = {
+    reductions: dict[tuple[str, ...], int] = {
         ("red", "popc", "u32"): BarrierKind.RED_POPC,
         ("red", "and", "pred"): BarrierKind.RED_AND,
         ("red", "or", "pred"): BarrierKind.RED_OR,
     }
-    kind = reductions.get(tuple(left))
+    kind = reductions.get(left)
     if kind is None or len(instr.operands) not in (3, 4):
         raise _unsupported(instr)
     return kind, instr.operands[1:-1]

@@ -59,7 +59,7 @@ def _shuffle(code: KernelCode, instr: Instruction) -> None:
     mode = instr.modifiers[1]
     a, b, c, _ = operands[-4:]
     value = code.fetch(a, 32, instr)
-    value = code.b.select(code.active, value, code.int(value.type, POISON))
+    value = code.b.select(code.active, value, code.const(value.type, POISON))
     if isinstance(b, Immediate) and isinstance(c, Immediate):
         lanes, flags = _source_lanes(mode, b.value & 31, c.value & 0x1F1F)
         result = code.b.shuffle_vector(value, value, code.lanes(I32, lanes))
@@ -82,9 +82,9 @@ def _sources(code: Code, mode: str, b: ir.Value, c: ir.Value) -> tuple[ir.Value,
     """:func:`_source_lanes` for run-time operands."""
     build, type = code.b, vec(I32)
     lane = code.lanes(I32, range(LANES))
-    low = code.int(type, 31)
+    low = code.const(type, 31)
     b = build.and_(b, low)
-    segment = build.and_(build.lshr(c, code.int(type, 8)), low)
+    segment = build.and_(build.lshr(c, code.const(type, 8)), low)
     rest = build.not_(segment)
     least = build.and_(lane, segment)
     bound = build.or_(least, build.and_(build.and_(c, low), rest))
@@ -117,7 +117,7 @@ def _vote(code: KernelCode, instr: Instruction) -> None:
     mask = code.fetch(members, 32, instr)
     mask = b.and_(mask, code.splat(code.mask))
     ballot = b.and_(mask, code.splat(code.bits(code.fetch(source, 1, instr))))
-    zero = code.int(mask.type, 0)
+    zero = code.const(mask.type, 0)
     if (mode, kind) == ("ballot", "b32"):
         code.write(dest, ballot, instr)
         return
@@ -131,9 +131,9 @@ def _elect(code: KernelCode, instr: Instruction) -> None:
     dest, predicate, members = _operands(instr, 3)
     b = code.b
     mask = b.and_(code.fetch(members, 32, instr), code.splat(code.mask))
-    lowest = b.and_(mask, b.sub(code.int(mask.type, 0), mask))
+    lowest = b.and_(mask, b.sub(code.const(mask.type, 0), mask))
     own = code.lanes(I32, [1 << lane for lane in range(LANES)])
-    index = code.intrinsic("llvm.ctpop.v32i32", mask.type, b.sub(lowest, code.int(mask.type, 1)))
+    index = code.intrinsic("llvm.ctpop.v32i32", mask.type, b.sub(lowest, code.const(mask.type, 1)))
     code.write(dest, index, instr)
     code.write(predicate, b.icmp_unsigned("==", lowest, own), instr)
 
@@ -162,7 +162,7 @@ def _match(code: KernelCode, instr: Instruction) -> None:
         return
     members = code.load(code.field("units"), vec(I32))
     same = code.b.icmp_unsigned("==", equal, members)
-    code.write(operands[0], code.b.select(same, members, code.int(members.type, 0)), instr)
+    code.write(operands[0], code.b.select(same, members, code.const(members.type, 0)), instr)
     if len(operands) == 4:
         code.write(operands[1], same, instr)
 
@@ -209,7 +209,7 @@ def _reduce(code: Code, name: str, neutral: int) -> None:
     values = code.load(code.field("data"), vec(I32))
     with code.each_lane(code.function.args[1]) as lane:
         members = code.load(code.lane_at(code.field("units"), lane, 4), I32)
-        chosen = code.b.select(code.bits(members), values, code.int(values.type, neutral))
+        chosen = code.b.select(code.bits(members), values, code.const(values.type, neutral))
         result = code.intrinsic(f"llvm.vector.reduce.{name}.v{LANES}i32", I32, chosen)
         code.store(result, code.lane_at(code.field("data2"), lane, 4))
     code.b.ret(code.i32(0))

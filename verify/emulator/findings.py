@@ -73,9 +73,10 @@ def finding_of(stop: Stop, kernel: str, places: dict[int, Place]) -> Finding:
         else:
             offset = address - region_base(number)
             fields["space"] = place.space
-            fields["message"] = f"{_WHAT[code]}: byte {offset} of {place.name}"
+            message = f"{_WHAT[code]}: byte {offset} of {place.name}"
+            fields["message"] = message
             if place.buffer is not None:
-                fields["message"] += f", which has {place.buffer.data.size} bytes"
+                fields["message"] = f"{message}, which has {place.buffer.data.size} bytes"
                 fields |= {"tensor": place.buffer.name, "index": index_of(place.buffer, offset)}
     elif space == Space.SHARED:
         size = stop.cta.grid.shared

@@ -214,8 +214,9 @@ class Cta:
         del self.barriers[number]
         self.phases += 1
         if barrier.values:
-            combine = {BarrierKind.RED_POPC: sum, BarrierKind.RED_AND: min, BarrierKind.RED_OR: max}[barrier.kind]
-            self.head["barrier_value"][barrier.waiting] = combine(barrier.values)
+            values = barrier.values
+            total = {BarrierKind.RED_POPC: sum(values), BarrierKind.RED_AND: min(values)}.get(barrier.kind, max(values))
+            self.head["barrier_value"][barrier.waiting] = total
         for warp in barrier.waiting:
             self.state[warp] = READY
         self.ready += len(barrier.waiting)

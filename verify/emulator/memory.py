@@ -104,11 +104,11 @@ def check_access(code: Code, space: int, mask: ir.Value, width: int, reads: bool
     offset = b.sub(address, code.splat(row.base))
     limit = b.sub(row.size, code.i64(width))
     outside = b.icmp_unsigned(">", offset, code.splat(limit))
-    odd = b.and_(address, code.int(wide, width - 1))
+    odd = b.and_(address, code.const(wide, width - 1))
     bad = b.or_(code.bits(outside), b.zext(code.any_bit(odd), I32))
     if writes and row.writable is not None:
         bad = b.or_(bad, b.zext(b.icmp_unsigned("==", row.writable, code.i64(0)), I32))
-    steps = b.mul(b.sub(code.lanes(I64, range(LANES)), code.splat(b.zext(first, I64))), code.int(wide, width))
+    steps = b.mul(b.sub(code.lanes(I64, range(LANES)), code.splat(b.zext(first, I64))), code.const(wide, width))
     off_run = b.and_(mask, code.bits(b.icmp_unsigned("!=", address, b.add(code.splat(start), steps))))
     run = b.lshr(mask, first)
     holes = b.and_(run, b.add(run, code.i32(1)))
@@ -116,7 +116,7 @@ def check_access(code: Code, space: int, mask: ir.Value, width: int, reads: bool
     spread = code.bits(b.icmp_unsigned("!=", address, code.splat(start)))
     is_uniform = b.icmp_unsigned("==", spread, code.i32(0))
     if space == Space.LOCAL:  # frames differ by lane
-        is_run = is_uniform = code.int(ir.IntType(1), 0)
+        is_run = is_uniform = code.const(ir.IntType(1), 0)
     good = b.and_(b.icmp_unsigned("==", bad, code.i32(0)), b.icmp_unsigned(">=", row.size, code.i64(width)))
     b.cbranch(b.and_(good, b.or_(is_run, is_uniform)), fast, general)
 
@@ -139,7 +139,7 @@ def check_access(code: Code, space: int, mask: ir.Value, width: int, reads: bool
     b.branch(done)
 
     b.position_at_end(general)
-    unit = b.lshr(address, code.int(wide, SECTOR))
+    unit = b.lshr(address, code.const(wide, SECTOR))
     with code.each_lane(mask) as lane:
         here = _lane_address(code, lane)
         row = _row(code, space, here, lane)
@@ -220,14 +220,14 @@ def _count_conflicts(code: Code, address: ir.Value, mask: ir.Value, width: int) 
     piece = max(width, WORD)
     banks = BANKS * WORD // piece
     counts, most = code.field("banks"), code.field("most")
-    unit = b.lshr(address, code.int(vec(I64), piece.bit_length() - 1))
+    unit = b.lshr(address, code.const(vec(I64), piece.bit_length() - 1))
     units = b.trunc(unit, vec(I32))
     code.store(units, code.field("units"))
     groups, lanes = _groups(width)
     for g in range(groups):
         members = ((1 << lanes) - 1) << (g * lanes)
         part = b.and_(mask, code.i32(members))
-        code.store(code.int(vec(I8, banks), 0), counts)
+        code.store(code.const(vec(I8, banks), 0), counts)
         code.store(code.i32(0), most)
         with code.each_lane(part) as lane:
             mine = code.load(code.lane_at(code.field("units"), lane, 4), I32)
@@ -235,7 +235,7 @@ def _count_conflicts(code: Code, address: ir.Value, mask: ir.Value, width: int) 
             seen = b.and_(same, b.sub(b.shl(code.i32(1), lane), code.i32(1)))
             with code.when(b.icmp_unsigned("==", seen, code.i32(0))):
                 bank = code.at(counts, b.zext(b.and_(mine, code.i32(banks - 1)), I64))
-                count = b.add(code.load(bank, I8), code.int(I8, 1))
+                count = b.add(code.load(bank, I8), code.const(I8, 1))
                 code.store(count, bank)
                 now = b.zext(count, I32)
                 known = code.load(most, I32)
@@ -255,7 +255,7 @@ def _pointer(code: Code, name: str, lane: ir.Value) -> ir.Value:
 def require_initialised(code: Code, space: int, lane: ir.Value, pattern: bytes) -> None:
     """Emit the fault for a lane whose checked access has a byte that nobody wrote, where ``pattern`` is 1."""
     flags = ir.IntType(8 * len(pattern))
-    wanted = code.int(flags, int.from_bytes(pattern, "little"))
+    wanted = code.const(flags, int.from_bytes(pattern, "little"))
     value = code.load(_pointer(code, "shadow", lane), flags)
     with code.when(code.b.icmp_unsigned("!=", code.b.and_(value, wanted), wanted)):
         _fault(code, space, Fault.UNINITIALISED, lane, _lane_address(code, lane))
@@ -343,7 +343,7 @@ def store(space: int, size: int, count: int) -> str:
         b.position_at_end(dense)
         parts = [code.load(_element(code, "data", k, size), vec(element)) for k in range(count)]
         code.store(_interleave(code, parts), _pointer(code, "host", code.i32(0)))
-        written = code.int(vec(I64, LANES * width // 8), 0x0101010101010101)
+        written = code.const(vec(I64, LANES * width // 8), 0x0101010101010101)
         code.store(written, _pointer(code, "shadow", code.i32(0)))
         b.ret(code.i32(0))
 
@@ -353,7 +353,7 @@ def store(space: int, size: int, count: int) -> str:
             for k in range(count):
                 value = code.load(code.lane_at(_element(code, "data", k, size), lane, size), element)
                 code.store(value, code.at(pointer, k * size))
-            flags = code.int(ir.IntType(8 * width), int("01" * width, 16))
+            flags = code.const(ir.IntType(8 * width), int("01" * width, 16))
             code.store(flags, _pointer(code, "shadow", lane))
         b.ret(code.i32(0))
 
@@ -373,12 +373,12 @@ def generic(name: str, make: Callable[[int], str]) -> str:
         for (window, _), helper in zip(targets, helpers, strict=True):
             part = left
             if window:
-                top = b.lshr(address, code.int(wide, 48))
-                inside = b.icmp_unsigned("==", top, code.int(wide, window >> 48))
+                top = b.lshr(address, code.const(wide, 48))
+                inside = b.icmp_unsigned("==", top, code.const(wide, window >> 48))
                 part = b.and_(left, code.bits(inside))
             left = b.and_(left, b.not_(part))
             with code.when(b.icmp_unsigned("!=", part, code.i32(0))):
-                code.put("address", b.sub(address, code.int(wide, window)))
+                code.put("address", b.sub(address, code.const(wide, window)))
                 result = call_helper(code, helper, part)
                 with code.when(b.icmp_unsigned("!=", result, code.i32(0))):
                     b.ret(result)

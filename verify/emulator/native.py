@@ -52,17 +52,17 @@ class Code:
 
     # Constants.
 
-    def int(self, type: ir.Type, value: int) -> ir.Value:
+    def const(self, type: ir.Type, value: int) -> ir.Value:
         """A scalar, or the splat of one when ``type`` is a vector."""
         if isinstance(type, ir.VectorType):
             return Splat(type, value & ((1 << type.element.width) - 1))
         return ir.Constant(type, value & ((1 << type.width) - 1))
 
     def i32(self, value: int) -> ir.Value:
-        return self.int(I32, value)
+        return self.const(I32, value)
 
     def i64(self, value: int) -> ir.Value:
-        return self.int(I64, value)
+        return self.const(I64, value)
 
     def lanes(self, type: ir.Type, values: Sequence[int]) -> ir.Value:
         """A vector constant; ``values`` as they are."""
@@ -119,13 +119,13 @@ class Code:
 
     def lowest(self, mask: ir.Value) -> ir.Value:
         """Index of the lowest set bit; 32 for 0."""
-        return self.intrinsic("llvm.cttz.i32", I32, mask, self.int(I1, 0))
+        return self.intrinsic("llvm.cttz.i32", I32, mask, self.const(I1, 0))
 
     def any_bit(self, vector: ir.Value) -> ir.Value:
         """Whether an integer vector has a bit set."""
         n, width = vector.type.count, vector.type.element.width
         word = self.intrinsic(f"llvm.vector.reduce.or.v{n}i{width}", vector.type.element, vector)
-        return self.b.icmp_unsigned("!=", word, self.int(word.type, 0))
+        return self.b.icmp_unsigned("!=", word, self.const(word.type, 0))
 
     # Control flow.
 
