@@ -73,7 +73,7 @@ def emulate(
         request = EmulateRequest(ptx=artifact.ptx, seed=seeds[0] & 0x7FFFFFFF, seconds=RUN_SECONDS, runs=runs)
         (folder / "request.json").write_text(request.model_dump_json())
         reply = server.run("emulate", folder, CHILD_LIMITS)
-        if not reply.ok:
+        if not reply.ok or reply.result is None:
             raise MachineFailure(f"the emulator's process failed on {spec.name} {artifact.target}: {reply.describe()}")
         outcome = EmulateReply.model_validate_json(reply.result)
         _check_whole(outcome, artifact, spec)
