@@ -31,7 +31,7 @@ from kernelmill.verify.emulator.ir import (
     Variable,
     Vector,
 )
-from kernelmill.verify.emulator.native import I32, I64, PTR, Code, call_helper, vec
+from kernelmill.verify.emulator.native import I32, I64, PTR, Code, call_helper, guard_stack, vec
 from kernelmill.verify.emulator.segments import RESULT, Segment, allocate, cut, flatten, is_barrier, waits_for_lanes
 from kernelmill.verify.emulator.state import (
     LANES,
@@ -783,6 +783,7 @@ def generate(module: ir.Module, symbol: str, kernel: Kernel, module_variables: S
     """
     frame = place(kernel, module_variables)
     function = ir.Function(module, ir.FunctionType(I32, [PTR]), f"{symbol}.warp")
+    guard_stack(function)
     code = KernelCode(function, kernel, frame)
     _emit_entry(ir.Function(module, ir.FunctionType(I64, [PTR, I64]), symbol), function)
     waits = tuple(s.instructions[0] if s.head != "plain" else None for s in code.segments)

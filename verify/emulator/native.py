@@ -41,6 +41,13 @@ class Splat(ir.Constant):
         return f"{self.type} {self._get_reference()}"
 
 
+def guard_stack(function: ir.Function) -> None:
+    """Have the function touch its frame page by page: how large it is, an attacker decides, and a frame that is too
+    large must hit the guard page rather than jump over it."""
+    # llvmlite's own list of known attributes has none with a value.
+    set.add(function.attributes, '"probe-stack"="inline-asm"')
+
+
 class Code:
     """An IR builder at the end of one function whose first argument is the warp's context."""
 
