@@ -338,11 +338,11 @@ def test_the_live_display_draws(tmp_path: Path) -> None:
     with (tmp_path / "out").open("w") as file:
         console = Console(file=file, width=120, height=40, force_terminal=True, color_system=None)
         with Display(store.load(job_id), console) as display:
-            toy.work(store, job_id, toy.tools(toy.Toy(seconds=0.05), tmp_path, limit=3), display)
+            toy.work(store, job_id, toy.tools(toy.Toy(seconds=0.6), tmp_path, limit=2), display)
     text = (tmp_path / "out").read_text()
     for word in (job_id, "screening", "elapsed 0:0", "emulate", "1/2", "accepted", "threads 448"):
         assert word in text
-    assert re.search(r"budget: [6-9] attempts, 4:5\d min left", text)
+    assert re.search(r"budget: [7-9] attempts, 4:5\d min left", text)
     assert clock(83.9) == "1:23"
 
 
