@@ -261,6 +261,10 @@ def test_hidden_history_is_not_merged(repo: Path) -> None:
     run_git(repo, "update-ref", f"refs/heads/{pull.branch}", tip)
     (found,) = local.list_pulls(repo)
     assert found.state is State.malformed and "another base commit" in found.note
+    merge = run_git(repo, "commit-tree", tree, "-p", f"{pull.commit}^", "-p", secret, "-m", "a merge")
+    run_git(repo, "update-ref", f"refs/heads/{pull.branch}", merge)
+    (found,) = local.list_pulls(repo)
+    assert found.state is State.malformed and "2 parents" in found.note
 
 
 # Verifying anew
@@ -516,9 +520,13 @@ def test_the_branch_itself_cannot_choose_where_it_is_merged(repo: Path) -> None:
 def test_a_branch_cannot_declare_itself_merged(repo: Path) -> None:
     pull = offer(repo)
     meta = json.loads(run_git(repo, "show", f"{pull.commit}:{FOLDER}/evidence/pull.json"))
-    meta["base_branch"] = pull.branch
-    forge(repo, {f"{FOLDER}/evidence/pull.json": ("100644", json.dumps(meta))})
-    assert [p.state for p in local.list_pulls(repo)] == [State.open]
+    for accomplice in (pull.branch, "kernelmill/other"):
+        meta["base_branch"] = accomplice
+        forge(repo, {f"{FOLDER}/evidence/pull.json": ("100644", json.dumps(meta))})
+        child = run_git(repo, "commit-tree", f"{pull.branch}^{{tree}}", "-p", pull.branch, "-m", "on top")
+        run_git(repo, "update-ref", "refs/heads/kernelmill/other", child)
+        assert find(repo, pull.id).state is State.open
+        run_git(repo, "update-ref", f"refs/heads/{pull.branch}", pull.commit)
 
 
 def test_a_replaced_kernel_is_shown_against_the_incumbent(repo: Path) -> None:

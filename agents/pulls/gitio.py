@@ -191,7 +191,8 @@ def commit_record(repo: git.Repo, parent: str, message: str) -> str:
 
 
 def _write_blob(repo: git.Repo, data: bytes) -> str:
-    return _with_input(repo, "hash_object", data, "-w", "--no-filters", "--stdin")
+    # From standard input and without --path: no filter applies.
+    return _with_input(repo, "hash_object", data, "-w", "--stdin")
 
 
 def _with_input(repo: git.Repo, command: str, data: bytes, *arguments: str) -> str:

@@ -153,8 +153,8 @@ def run_verifier(folder: Path, request: Request, progress: OnProgress) -> Eviden
     asked, answered, said = private / "request.json", private / "evidence.json", private / "errors.txt"
     asked.write_text(request.model_dump_json())
     environment = {name: os.environ[name] for name in ("PATH", "HOME", "TMPDIR") if name in os.environ}
-    # PYTHONSAFEPATH: not the current folder. The fork servers inherit both.
-    environment |= {"PYTHONPATH": str(private), "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "LANG": "C.UTF-8"}
+    # The fork servers inherit this and the current folder, which Python searches first.
+    environment |= {"PYTHONPATH": str(private), "PYTHONNOUSERSITE": "1", "LANG": "C.UTF-8"}
     command = [sys.executable, "-c", _BOOTSTRAP, str(folder.resolve()), str(os.getpid()), str(asked), str(answered)]
     with said.open("wb") as errors:
         process = subprocess.Popen(
