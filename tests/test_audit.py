@@ -33,12 +33,12 @@ def verdict(source: str) -> Rejected:
 
 @pytest.mark.parametrize("name", ["attn_res", "situ_and_mul"])
 def test_the_seeds_pass(name: str) -> None:
-    table = audit((ROOT / "agents" / "seeds" / f"{name}.py").read_text(), family(name))
+    table = audit((ROOT / "agents" / "seeds" / f"{name}.py").read_text(), family(name)).table
     assert table.ranges[0].first == 1 and table.choices["threads"]
 
 
 def test_a_table() -> None:
-    table = audit(GOOD, SITU)
+    table = audit(GOOD, SITU).table
     assert table.choices == {"threads": (32, 64)}
     assert table.ranges == (Range(1, 8192, {"threads": 32}),)
     assert table.pick(8192) == {"threads": 32}
@@ -163,7 +163,7 @@ def test_rewriting_changes_the_table_and_nothing_else() -> None:
 
 
 def test_all_schedules() -> None:
-    table = audit((ROOT / "agents" / "seeds" / "situ_and_mul.py").read_text(), SITU)
+    table = audit((ROOT / "agents" / "seeds" / "situ_and_mul.py").read_text(), SITU).table
     every = all_schedules(table)
     assert len(every) == len({tuple(s.items()) for s in every})
     assert all(s[f] in table.choices[f] for s in every for f in table.choices)

@@ -19,8 +19,9 @@ from kernelmill.specs.schema import Axis
 from kernelmill.verify import build as building
 from kernelmill.verify.artifact import Artifact, KernelResources
 from kernelmill.verify.audit import audit
-from kernelmill.verify.build import Bench, Unit, build, plans
+from kernelmill.verify.build import build, plans
 from kernelmill.verify.build.abi import runtime_sizes, runtime_strides
+from kernelmill.verify.build.bench import Bench, Unit
 from kernelmill.verify.build.entries import MAX_ENTRIES, Entry, entries
 from kernelmill.verify.files import read_child_file
 from kernelmill.verify.forkserver import ForkServer, Limits

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+from dataclasses import dataclass
 
 from kernelmill.specs.schema import Family
 from kernelmill.verify.build.schedules import Table, parse, read_table
 from kernelmill.verify.verdict import Code, Rejected
 
 MAX_SOURCE_BYTES = 256 * 1024
+MAX_WORKSPACES = 16
 ALLOWED_MODULES = (
     "cutlass",
     "cuda.bindings.driver",
@@ -26,15 +28,22 @@ _HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u20
 """Control characters but line feed and tab; characters without width or that turn the direction of the text."""
 
 
-def audit(source: str, family: Family) -> Table:
-    """Check syntax, imports and signature; return the schedule table. Raises Rejected(audit.*) naming the line."""
+@dataclass(frozen=True)
+class Audited:
+    """What the text says: the schedule table, and the parameters of ``launch`` that are workspaces."""
+
+    table: Table
+    workspaces: tuple[str, ...]
+
+
+def audit(source: str, family: Family) -> Audited:
+    """Check syntax, imports and signature. Raises Rejected(audit.*) naming the line."""
     tree = _parse(source)
     for node in ast.walk(tree):
         for name in _imported(node):
             if not any(name == m or name.startswith(m + ".") for m in ALLOWED_MODULES):
                 raise Rejected(Code.audit_import, f"line {node.lineno}: import of {name[:80]}")  # type: ignore[attr-defined]
-    _check_launch(tree, family)
-    return read_table(tree)
+    return Audited(workspaces=_check_launch(tree, family), table=read_table(tree))
 
 
 def _parse(source: str) -> ast.Module:
@@ -66,7 +75,8 @@ def _imported(node: ast.AST) -> list[str]:
     return []
 
 
-def _check_launch(tree: ast.Module, family: Family) -> None:
+def _check_launch(tree: ast.Module, family: Family) -> tuple[str, ...]:
+    """The workspaces: parameters between the family's tensors and the rest, when there is a ``workspace``."""
     found = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "launch"]
     if len(found) != 1:
         raise Rejected(Code.audit_signature, f"there must be one function launch at module level, found {len(found)}")
@@ -74,7 +84,12 @@ def _check_launch(tree: ast.Module, family: Family) -> None:
     where = f"line {launch.lineno}"
     arguments = launch.args
     names = tuple(a.arg for a in (*arguments.posonlyargs, *arguments.args))
-    if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults or names != family.signature:
+    tensors = len(family.tensors)
+    extra = len(names) - len(family.signature)
+    declares = any(isinstance(n, ast.FunctionDef) and n.name == "workspace" for n in tree.body)
+    workspaces = names[tensors : tensors + extra] if declares and 0 < extra <= MAX_WORKSPACES else ()
+    without = names[:tensors] + names[tensors + len(workspaces) :]
+    if arguments.vararg or arguments.kwarg or arguments.kwonlyargs or arguments.defaults or without != family.signature:
         raise Rejected(
             Code.audit_signature,
             f"{where}: launch takes ({', '.join(family.signature)}), found ({', '.join(names)[:400]})",
@@ -84,6 +99,7 @@ def _check_launch(tree: ast.Module, family: Family) -> None:
         raise Rejected(Code.audit_signature, f"{where}: parameters without annotation: {', '.join(bare)}")
     if not any(_dotted(d) in ("cute.jit", "cutlass.cute.jit") for d in launch.decorator_list):
         raise Rejected(Code.audit_signature, f"{where}: launch must be decorated with @cute.jit")
+    return workspaces
 
 
 def _dotted(node: ast.expr) -> str:

@@ -62,15 +62,15 @@ def main(folder: Path) -> None:
     built: list[dict[str, Any]] = []
     reply: dict[str, Any] = {"built": built}
     try:
-        launch, schedule_class = _load_candidate(folder / "candidate.py", Path(request["lib"]))
+        candidate = load_candidate(folder / "candidate.py", Path(request["lib"]))
         for n, unit in enumerate(request["units"]):
-            built.append(_build(folder, n, unit, launch, schedule_class))
+            built.append(_build(folder, n, unit, candidate.launch, candidate.Schedule))
     except BaseException as error:
-        reply["error"] = {"kind": _kind(error), "message": f"{type(error).__name__}: {error}"[:20000]}
+        reply["error"] = {"kind": kind(error), "message": f"{type(error).__name__}: {error}"[:20000]}
     (folder / "result.json").write_text(json.dumps(reply))
 
 
-def _kind(error: BaseException) -> str:
+def kind(error: BaseException) -> str:
     """What went wrong, looking through the DSL's own exceptions at what caused them."""
     kinds: tuple[tuple[str, type[BaseException]], ...] = (
         ("exit", SystemExit),
@@ -82,10 +82,11 @@ def _kind(error: BaseException) -> str:
     while at is not None and len(causes) < 32:
         causes.append(at)
         at = at.__cause__ or at.__context__
-    return next((kind for kind, exception in kinds if any(isinstance(c, exception) for c in causes)), "error")
+    return next((name for name, exception in kinds if any(isinstance(c, exception) for c in causes)), "error")
 
 
-def _load_candidate(path: Path, lib: Path) -> tuple[Any, Any]:
+def load_candidate(path: Path, lib: Path) -> Any:
+    """The candidate as a module."""
     # The shared device functions come from the folder that the request names, whatever checkout runs this.
     for name, places in (("kernelmill.kernels", []), ("kernelmill.kernels.lib", [str(lib)])):
         package = types.ModuleType(name)
@@ -96,7 +97,7 @@ def _load_candidate(path: Path, lib: Path) -> tuple[Any, Any]:
     module = importlib.util.module_from_spec(spec)
     sys.modules[MODULE] = module
     spec.loader.exec_module(module)
-    return module.launch, module.Schedule
+    return module
 
 
 def _build(folder: Path, n: int, unit: dict[str, Any], launch: Any, schedule_class: Any) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 from kernelmill.verify import sandbox
 
 FLAVOURS: dict[str, dict[str, str]] = {
-    "compile": {"compile": "kernelmill.verify.compile_job"},
+    "compile": {"compile": "kernelmill.verify.compile_job", "declare": "kernelmill.verify.declare_job"},
     "native": {
         "record": "kernelmill.verify.record_job",
         "assemble": "kernelmill.verify.assemble_job",

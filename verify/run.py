@@ -26,8 +26,10 @@ from kernelmill.specs.registry import UnknownName, family, find, workloads
 from kernelmill.specs.schema import Family, Spec, Workload
 from kernelmill.verify.artifact import Artifact
 from kernelmill.verify.audit import audit
-from kernelmill.verify.build import Bench, Unit, build
+from kernelmill.verify.build import build
+from kernelmill.verify.build.bench import Bench, Unit
 from kernelmill.verify.build.schedules import Table
+from kernelmill.verify.build.workspaces import declare
 from kernelmill.verify.cases import Cases
 from kernelmill.verify.emulate import Emulated, FoundByEmulator, emulate
 from kernelmill.verify.evidence import ArtifactClaim, Claims, Context, Evidence, RunClaim, StageTime
@@ -150,10 +152,10 @@ class _Run:
     def go(self) -> Evidence:
         try:
             with self._stage("audit"):
-                table = audit(self.request.source, self.chosen.family)
-                self.units = self._units(table)
+                audited = audit(self.request.source, self.chosen.family)
+                self.units = self._units(audited.table)
             with self._stage("compile"):
-                self._build()
+                self._build(audited.workspaces)
             with self._stage("emulate"):
                 self._emulate()
         except Rejected as error:
@@ -182,7 +184,7 @@ class _Run:
                     groups.setdefault(key, (spec, target, binding, schedule, []))[4].append(workload)
         return [Unit(s, t, b, sc, tuple(w)) for s, t, b, sc, w in groups.values()]
 
-    def _build(self) -> None:
+    def _build(self, workspaces: tuple[str, ...]) -> None:
         lock = threading.Lock()
         done = 0
 
@@ -202,6 +204,8 @@ class _Run:
             parallel=self.parallel,
             seconds=self.request.compile_seconds,
         )
+        if workspaces:
+            self.units = declare(self.request.source, workspaces, self.units, bench)
         self.artifacts = build(self.request.source, self.chosen.family, self.units, bench, on_done)
 
     def _emulate(self) -> None:

@@ -1,8 +1,9 @@
 """The build: a candidate's source to artifacts, with nothing executable leaving the sandbox.
 
-1. ``compile_job`` (sandboxed): source to PTX and host code.
-2. ``record_job`` (sandboxed): host code to recorded launches.
-3. here, trusted: PTX and recordings checked, plans made, ptxas run (sandboxed) on the PTX.
+1. ``declare_job`` (sandboxed): what scratch the candidate wants, if any (``workspaces``).
+2. ``compile_job`` (sandboxed): source to PTX and host code.
+3. ``record_job`` (sandboxed): host code to recorded launches.
+4. here, trusted: PTX and recordings checked, plans made, ptxas run (sandboxed) on the PTX.
 """
 
 from __future__ import annotations
@@ -11,57 +12,25 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from kernelmill.specs.schema import Family, Spec, TensorSpec, Workload
+from kernelmill.specs.schema import Family, Role, Spec, TensorSpec
 from kernelmill.verify.artifact import Artifact
 from kernelmill.verify.build import cache, plans
 from kernelmill.verify.build.abi import runtime_sizes, runtime_strides
 from kernelmill.verify.build.assemble import assemble
+from kernelmill.verify.build.bench import MAX_CHUNK, Bench, Unit
 from kernelmill.verify.build.diagnostics import plain, summary
 from kernelmill.verify.build.entries import MAX_PTX_BYTES, entries
-from kernelmill.verify.build.schedules import Schedule
 from kernelmill.verify.files import ChildFileError, read_child_file
 from kernelmill.verify.forkserver import ForkServer, Limits, Reply
 from kernelmill.verify.inspect import check_resources
 from kernelmill.verify.layout import layout
 from kernelmill.verify.verdict import Code, Rejected
 
-MAX_CHUNK = 8
-"""Units that one compiling child builds, so that its deadline stays short."""
-
 COMPILE_LIMITS = Limits(seconds=120.0, memory_bytes=3 << 30, file_bytes=64 << 20, folder_bytes=512 << 20)
 RECORD_LIMITS = Limits(seconds=60.0, memory_bytes=2 << 30)
 MAX_OBJECT_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one artifact is for: a spec, a target, a static binding, a schedule, and the workloads that share them."""
-
-    spec: Spec
-    target: str
-    binding: dict[str, int]
-    schedule: Schedule
-    workloads: tuple[Workload, ...]
-
-    def describe(self) -> str:
-        binding = " ".join(f"{k}={v}" for k, v in self.binding.items())
-        schedule = " ".join(f"{k}={v}" for k, v in self.schedule.items())
-        return f"{self.spec.name} {binding} {self.target} ({schedule})"
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What a build works with. ``seconds``: deadline of one compiling child, of up to ``MAX_CHUNK`` units."""
-
-    compiler: ForkServer
-    native: ForkServer
-    lib: Path
-    cache: Path
-    parallel: int
-    seconds: float
 
 
 def build(
@@ -183,7 +152,9 @@ def _unit_request(family: Family, unit: Unit) -> dict[str, Any]:
     axes = {**unit.spec.flags, **unit.workloads[0].axes}
     params = [bool(axes[p.name]) if p.kind == "bool" else axes[p.name] for p in family.params]
     present = {t.name for t in unit.spec.tensors}
-    tensors = [_tensor_request(t, unit.spec, axes) if t.name in present else None for t in family.tensors]
+    workspaces = tuple(t for t in unit.spec.tensors if t.role is Role.workspace)
+    parameters = (*family.tensors, *workspaces)
+    tensors = [_tensor_request(t, unit.spec, axes) if t.name in present else None for t in parameters]
     return {"target": unit.target, "tensors": tensors, "params": params, "schedule": unit.schedule}
 
 

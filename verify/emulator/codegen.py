@@ -109,13 +109,15 @@ def place(kernel: Kernel, module_variables: Sequence[Variable]) -> Frame:
 @dataclass(frozen=True)
 class Generated:
     """One kernel's code. ``instructions``: by the number in ``fault_instr``. ``waits``: per segment the instruction
-    where lanes may wait, or None. ``context_bytes``: of one warp."""
+    where lanes may wait, or None. ``context_bytes``: of one warp. ``reads_clock``: what a warp does depends on its
+    count of issued instructions."""
 
     symbol: str
     frame: Frame
     instructions: tuple[Instruction, ...]
     waits: tuple[Instruction | None, ...]
     context_bytes: int
+    reads_clock: bool
 
 
 class KernelCode(Code):
@@ -134,6 +136,8 @@ class KernelCode(Code):
         self.mask: ir.Value = None
         self.active: ir.Value = None
         self.fuel: ir.Value = None
+        self.reads_clock = False
+        self.left = 0  # instructions of the segment that have not been emitted
         self.seed = self.get("seed", I32)
         self.mask_pointer = self.b.alloca(I32)
         self.target_pointer = self.b.alloca(I32)
@@ -251,7 +255,7 @@ class KernelCode(Code):
         if segment.head == "barrier":
             self._arrive(segment)
             return
-        for instr in segment.instructions:
+        for self.left, instr in zip(range(count, 0, -1), segment.instructions, strict=False):
             self._emit(instr)
         self._end(segment)
 
@@ -293,8 +297,12 @@ class KernelCode(Code):
             self._fork(taken, target, following)
 
     def _trap(self, instr: Instruction, lanes_: ir.Value) -> None:
+        self._fail_where(Fault.TRAP, instr, lanes_)
+
+    def _fail_where(self, fault: int, instr: Instruction, lanes_: ir.Value) -> None:
+        """Stop with a fault if there are any ``lanes_``."""
         with self.when(self.b.icmp_unsigned("!=", lanes_, self.i32(0))):
-            self.put("fault_code", self.i32(Fault.TRAP))
+            self.put("fault_code", self.i32(fault))
             self.put("fault_lane", self.lowest(lanes_))
             self._fail(instr)
 
@@ -326,6 +334,7 @@ class KernelCode(Code):
     def _wait_for_members(self, segment: Segment) -> None:
         b = self.b
         instr = segment.instructions[0]
+        self._check_membership(instr)
         members = self.fetch(instr.operands[-1], 32, instr)
         missing = b.and_(self.get("live", I32), b.not_(self.mask))
         absent = b.and_(members, self.splat(missing))
@@ -335,6 +344,13 @@ class KernelCode(Code):
             b.store(ready, self.mask_pointer)
             none = b.icmp_unsigned("==", ready, self.i32(0))
             b.cbranch(none, self.dispatch, self.blocks[segment.index])
+
+    def _check_membership(self, instr: Instruction) -> None:
+        """Each active lane must be in its own member mask."""
+        members = self.fetch(instr.operands[-1], 32, instr)
+        own = self.b.and_(members, self.lanes(I32, [1 << lane for lane in range(LANES)]))
+        outside = self.bits(self.b.icmp_unsigned("==", own, self.const(own.type, 0)))
+        self._fail_where(Fault.NOT_A_MEMBER, instr, self.b.and_(self.mask, outside))
 
     def _wait_for_warp(self, segment: Segment) -> None:
         with self.when(self.b.icmp_unsigned("!=", self.mask, self.get("live", I32))):
@@ -469,7 +485,8 @@ class KernelCode(Code):
             if name.startswith(prefix):
                 return self.splat(self.get(source + name[-1], I32))
         # One tick per issued instruction of the warp: deterministic, and it moves.
-        ticks = self.get("issue", I64)
+        self.reads_clock = True
+        ticks = b.sub(self.get("issue", I64), self.i64(self.left))
         if name in ("clock64", "globaltimer"):
             return self.splat(ticks)
         if name in ("clock", "globaltimer_lo"):
@@ -787,4 +804,6 @@ def generate(module: ir.Module, symbol: str, kernel: Kernel, module_variables: S
     code = KernelCode(function, kernel, frame)
     _emit_entry(ir.Function(module, ir.FunctionType(I64, [PTR, I64]), symbol), function)
     waits = tuple(s.instructions[0] if s.head != "plain" else None for s in code.segments)
-    return Generated(symbol, frame, tuple(code.instructions), waits, SLOTS + code.registers.slot_bytes)
+    return Generated(
+        symbol, frame, tuple(code.instructions), waits, SLOTS + code.registers.slot_bytes, code.reads_clock
+    )

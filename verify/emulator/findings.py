@@ -7,7 +7,15 @@ from typing import Literal
 
 from kernelmill.verify.emulator.interface import Buffer, Finding
 from kernelmill.verify.emulator.machine import Stop
-from kernelmill.verify.emulator.state import FAULTS, REGION_SHIFT, SHARED_BASE, SPACES, Space, region_base
+from kernelmill.verify.emulator.state import (
+    ACCESS_FAULTS,
+    FAULTS,
+    REGION_SHIFT,
+    SHARED_BASE,
+    SPACES,
+    Space,
+    region_base,
+)
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ _WHAT = {
     "touched": "a store to memory that must not change",
     "uninitialised": "a read of bytes that nobody wrote",
     "trap": "the kernel executed a trap",
+    "divergent_barrier": "a lane executes this although the member mask does not name it",
 }
 
 
@@ -60,7 +69,7 @@ def finding_of(stop: Stop, kernel: str, places: dict[int, Place]) -> Finding:
         "instruction": instr.text,
         "message": _WHAT[code],
     }
-    if code == "trap":
+    if int(head["fault_code"]) not in ACCESS_FAULTS:
         return Finding.model_validate(fields)
     address = int(head["fault_address"])
     space = int(head["fault_space"])

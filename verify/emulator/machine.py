@@ -183,7 +183,9 @@ class Cta:
         """A hash of all that decides what the warp does next, but memory."""
         row = self.raw[warp]
         pc = OFFSET["pc"]
-        control = (row[0:8], row[16:20], row[OFFSET["barrier_id"] : OFFSET["issue"]], row[pc : pc + 4 * LANES])
+        issue = OFFSET["issue"]
+        clock = row[issue : issue + (8 if self.grid.generated.reads_clock else 0)]
+        control = (row[0:8], row[16:20], row[OFFSET["barrier_id"] : issue], clock, row[pc : pc + 4 * LANES])
         return hash((*(part.tobytes() for part in control), row[SLOTS:].tobytes()))
 
     def arrive(self, warp: int, number: int, threads: int, kind: int) -> None:

@@ -49,6 +49,8 @@ class Fault:
     TOUCHED = 18
     UNINITIALISED = 19
     TRAP = 20
+    NOT_A_MEMBER = 21
+    """A lane executes a collective whose member mask does not name it: undefined (PTX ISA, shfl.sync)."""
 
 
 class Space:
@@ -67,7 +69,12 @@ FAULTS = {
     Fault.TOUCHED: "touched",
     Fault.UNINITIALISED: "uninitialised",
     Fault.TRAP: "trap",
+    Fault.NOT_A_MEMBER: "divergent_barrier",
 }
+
+
+ACCESS_FAULTS = frozenset({Fault.OUT_OF_BOUNDS, Fault.MISALIGNED, Fault.TOUCHED, Fault.UNINITIALISED})
+"""Faults that come with an address."""
 
 
 class BarrierKind:
