@@ -189,7 +189,7 @@ def test_votes_elections_and_reductions() -> None:
     cases: dict[str, np.ndarray] = {
         "vote.sync.ballot.b32 %r1, %p0, -1;": np.full(32, 0xAAAAAAAA),
         "vote.sync.ballot.b32 %r1, !%p0, -1;": np.full(32, 0x55555555),
-        "vote.sync.any.pred %p1, %p0, 0x5; selp.b32 %r1, 1, 0, %p1;": np.zeros(32),
+        "vote.sync.any.pred %p1, %p0, -1; selp.b32 %r1, 1, 0, %p1;": np.ones(32),
         "vote.sync.all.pred %p1, %p0, -1; selp.b32 %r1, 1, 0, %p1;": np.zeros(32),
         "vote.sync.uni.pred %p1, !%p1, -1; selp.b32 %r1, 1, 0, %p1;": np.ones(32),
         "match.any.sync.b32 %r1, %r2, -1;": np.where(LANE % 2, 0xAAAAAAAA, 0x55555555),
@@ -401,10 +401,17 @@ def test_special_registers() -> None:
         assert (tensor.data.view(U32) == expected(np.arange(64))).all(), name
 
 
-def test_clocks_move() -> None:
-    body = "mov.u64 %d2, %clock64; add.u32 %r2, %r60, 1; mov.u64 %d3, %clock64; sub.s64 %d2, %d3, %d2;"
-    (out,) = clean(body + f"cvt.u32.u64 %r1, %d2; {OUT} st.global.b32 [%d1], %r1;", ints())
-    assert (out < 100).all()
+def test_clocks_count_instructions() -> None:
+    body = f"""mov.u64 %d2, %clock64; add.u32 %r2, %r60, 1; mov.u64 %d3, %clock64; sub.s64 %d2, %d3, %d2;
+    cvt.u32.u64 %r1, %d2; {OUT} st.global.b32 [%d1], %r1;"""
+    (out,) = clean(body, ints())
+    assert (out == 2).all()
+
+
+def test_a_wait_for_time_to_pass_ends() -> None:
+    body = """mov.u64 %d2, %globaltimer; L: mov.u64 %d3, %globaltimer; sub.s64 %d3, %d3, %d2;
+    setp.lt.u64 %p0, %d3, 100000; @%p0 bra L;"""
+    clean(body, ints())
 
 
 def test_launches_of_a_plan_run_in_order() -> None:

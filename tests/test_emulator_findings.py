@@ -227,6 +227,14 @@ def test_lanes_that_wait_for_each_other_in_two_shuffles() -> None:
     clean(body.format("0xffff0000", "0xffff"), ints())
 
 
+@pytest.mark.parametrize("form", ["shfl.sync.idx.b32 %r1, %r60, 0, 31, MASK;", "bar.warp.sync MASK;"])
+def test_a_lane_outside_of_its_own_member_mask(form: str) -> None:
+    f = found(form.replace("MASK", "0xffff"), ints())
+    assert (f.code, f.lane) == ("divergent_barrier", 16)
+    clean("setp.gt.u32 %p0, %r60, 15; @%p0 exit;" + form.replace("MASK", "0xffff"), ints())
+    clean(form.replace("MASK", "-1"), ints(), block=20)
+
+
 def test_warps_that_wait_at_different_barriers() -> None:
     body = "setp.lt.u32 %p0, %r60, 32; @%p0 bra A; bar.sync 1{}; ret; A: bar.sync 2{}; ret;"
     f = found(body.format("", ""), ints(), block=64)
