@@ -126,6 +126,7 @@ def _artifact(identity: str, spec: str, target: str, binding: dict[str, int]) ->
         ptx_sha256=identity,
         ptx_bytes=9000,
         resources=(resources,),
+        dynamic_shared_bytes=0,
     )
 
 

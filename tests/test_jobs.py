@@ -55,7 +55,7 @@ def best_of(job: Job) -> float:
 
 def test_a_job_screens_proves_and_offers_the_best(tmp_path: Path) -> None:
     store, job_id = new_job(tmp_path)
-    verifier, opened = toy.Toy(seconds=0.01), list[Offer]()
+    verifier, opened = toy.Toy(seconds=0.1), list[Offer]()
     job = toy.work(store, job_id, toy.tools(verifier, tmp_path, opened=opened))
     assert job.status is Status.opened
     (offer,) = opened

@@ -74,6 +74,7 @@ def evidence(request: Request, rule: Rule = cost) -> Evidence:
         ptx_sha256="0" * 64,
         ptx_bytes=1000,
         resources=(),
+        dynamic_shared_bytes=0,
     )
     return Evidence(
         claims=Claims(

@@ -21,6 +21,7 @@ from kernelmill.verify.emulate_job import BufferRequest, EmulateReply, EmulateRe
 from kernelmill.verify.emulator.interface import Approx, Finding, KernelCounters
 from kernelmill.verify.files import ChildFileError, read_child_file
 from kernelmill.verify.forkserver import ForkServer, Limits
+from kernelmill.verify.plan import short_name
 from kernelmill.verify.verdict import Code, MachineFailure, Rejected
 
 MODES: tuple[tuple[int, Approx], ...] = ((0, "nominal"), (1, "nominal"), (1, "perturbed"))
@@ -48,7 +49,7 @@ class FoundByEmulator(Rejected):
     """A rejection that rests on a finding of the emulator."""
 
     def __init__(self, code: Code, reason: str, finding: Finding) -> None:
-        super().__init__(code, reason, finding.model_dump_json(indent=1))
+        super().__init__(code, reason)
         self.finding = finding
 
 
@@ -185,7 +186,7 @@ def describe(finding: Finding) -> str:
         parts.append(f"tensor {finding.tensor}{list(finding.index or ())}")
     if finding.address is not None:
         parts.append(f"{finding.space} address {finding.address:#x}")
-    parts.append(f"kernel {finding.kernel} CTA {finding.cta} warp {finding.warp} lane {finding.lane}")
+    parts.append(f"kernel {short_name(finding.kernel)} CTA {finding.cta} warp {finding.warp} lane {finding.lane}")
     if finding.instruction:
         parts.append(f"PTX line {finding.line}: {finding.instruction}")
     return "; ".join(parts)

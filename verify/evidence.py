@@ -18,7 +18,8 @@ FORMAT = 1
 
 
 class ArtifactClaim(Frozen):
-    """One build: what was compiled and what it needs. ``id`` is the artifact id (see DESIGN vocabulary)."""
+    """One build: what was compiled and what it needs. ``id``: see Artifact. ``dynamic_shared_bytes``: the most that a
+    launch of its plans asks for, beside the static bytes in ``resources``."""
 
     id: str
     spec: str
@@ -28,6 +29,7 @@ class ArtifactClaim(Frozen):
     ptx_sha256: str
     ptx_bytes: int
     resources: tuple[KernelResources, ...]
+    dynamic_shared_bytes: int
 
 
 class RunClaim(Frozen):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from kernelmill.verify.artifact import KernelResources
-from kernelmill.verify.plan import Launch, LaunchPlan
+from kernelmill.verify.plan import Launch, LaunchPlan, short_name
 from kernelmill.verify.verdict import Code, Rejected
 
 MAX_SHARED_BYTES = 227 * 1024
@@ -22,12 +22,12 @@ def check_resources(plans: Iterable[LaunchPlan], resources: Sequence[KernelResou
     known = {r.kernel: r for r in resources}
     for launch in (n for plan in plans for n in plan.launches):
         if launch.kernel not in known:
-            raise Rejected(Code.inspect_assemble, f"ptxas said nothing of kernel {launch.kernel[:80]}")
+            raise Rejected(Code.inspect_assemble, f"ptxas said nothing of kernel {short_name(launch.kernel)}")
         _check(launch, known[launch.kernel])
 
 
 def _check(launch: Launch, needs: KernelResources) -> None:
-    where = f"kernel {launch.kernel[:80]}"
+    where = f"kernel {short_name(launch.kernel)}"
     shared = launch.shared + needs.shared_bytes
     if shared > MAX_SHARED_BYTES:
         raise Rejected(

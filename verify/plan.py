@@ -65,3 +65,9 @@ def parse(text: str) -> LaunchPlan:
         raise ValueError(f"launch plan: {where}: {first['msg']}") from None
     except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"launch plan: not JSON: {error}") from None
+
+
+def short_name(kernel: str) -> str:
+    """A kernel's name for a line of text. CuTe DSL appends the types of all arguments and a number to the function's
+    name; what tells kernels apart is at both ends."""
+    return kernel if len(kernel) <= 48 else f"{kernel[:36]}…{kernel[-8:]}"

@@ -293,6 +293,7 @@ def _artifact_claim(artifact: Artifact) -> ArtifactClaim:
         ptx_sha256=artifact.ptx_sha256,
         ptx_bytes=len(artifact.ptx),
         resources=artifact.resources,
+        dynamic_shared_bytes=max((n.shared for p in artifact.plans.values() for n in p.launches), default=0),
     )
 
 

@@ -62,7 +62,7 @@ class ErrorRow(Frozen):
 
 
 class ResourceRow(Frozen):
-    """The largest figures over a spec's artifacts for a target. ``shared_bytes`` is static shared memory."""
+    """The largest figures over a spec's artifacts for a target. ``shared_bytes``: static and dynamic together."""
 
     spec: str
     target: str
@@ -295,7 +295,9 @@ def _resources(artifacts: Iterable[ArtifactClaim], by_spec: bool) -> Iterable[Re
             artifacts=len(members),
             registers=max((k.registers for k in kernels), default=0),
             spill_bytes=max((k.spill_store_bytes + k.spill_load_bytes for k in kernels), default=0),
-            shared_bytes=max((k.shared_bytes for k in kernels), default=0),
+            shared_bytes=max(
+                (k.shared_bytes + a.dynamic_shared_bytes for a in members for k in a.resources), default=0
+            ),
             ptx_bytes=max(a.ptx_bytes for a in members),
         )
 

@@ -15,7 +15,7 @@ from kernelmill.verify.build.abi import runtime_sizes, runtime_strides
 from kernelmill.verify.build.entries import Entry
 from kernelmill.verify.inspect import MAX_SHARED_BYTES
 from kernelmill.verify.layout import Layout, layout
-from kernelmill.verify.plan import MAX_LAUNCHES, MAX_PARAM_BYTES, Launch, LaunchPlan, Param, Pointer
+from kernelmill.verify.plan import MAX_LAUNCHES, MAX_PARAM_BYTES, Launch, LaunchPlan, Param, Pointer, short_name
 from kernelmill.verify.verdict import Code, Rejected
 
 STREAM = 0x5000
@@ -129,7 +129,8 @@ def check(plan: LaunchPlan, spec: Spec, axes: Mapping[str, int], ptx: Mapping[st
         _check(RecordedLaunch(**fields, stream=STREAM, params=tuple(p.bytes for p in launch.params)), ptx)
         for pointer in (q for p in launch.params for q in p.pointers):
             if pointer.tensor not in layouts or pointer.offset > layouts[pointer.tensor].bytes:
-                raise Rejected(Code.inspect_plan, f"kernel {launch.kernel[:80]}: pointer outside {pointer.tensor}")
+                where = short_name(launch.kernel)
+                raise Rejected(Code.inspect_plan, f"kernel {where}: pointer outside {pointer.tensor}")
 
 
 def _shape(launch: RecordedLaunch) -> tuple[object, ...]:
@@ -137,7 +138,7 @@ def _shape(launch: RecordedLaunch) -> tuple[object, ...]:
 
 
 def _check(launch: RecordedLaunch, ptx: Mapping[str, Entry]) -> None:
-    where = f"kernel {launch.kernel[:80]}"
+    where = f"kernel {short_name(launch.kernel)}"
     entry = ptx.get(launch.kernel)
     if entry is None:
         raise Rejected(Code.inspect_plan, f"{where} is not in the PTX")
@@ -175,7 +176,8 @@ def _param(first: str, second: str, spec: Spec, layouts: Mapping[str, Layout], k
         if a[at : at + 8] == b[at : at + 8]:
             continue
         if at + 8 > len(a):
-            raise Rejected(Code.inspect_plan, f"kernel {kernel[:80]}: a parameter depends on an address but holds none")
+            where = short_name(kernel)
+            raise Rejected(Code.inspect_plan, f"kernel {where}: a parameter depends on an address but holds none")
         if a[at : at + 4] == b[at : at + 4]:
             # A 32-bit size and four bytes of padding, which hold whatever the host's stack held.
             data[at + 4 : at + 8] = bytes(4)
@@ -183,7 +185,8 @@ def _param(first: str, second: str, spec: Spec, layouts: Mapping[str, Layout], k
         places = [_place(struct.unpack_from("<Q", p, at)[0], which, spec, layouts) for which, p in enumerate((a, b))]
         if places[0] is None or places[0] != places[1]:
             value = struct.unpack_from("<Q", a, at)[0]
-            raise Rejected(Code.inspect_plan, f"kernel {kernel[:80]}: parameter word {value:#x} is no tensor's address")
+            where = short_name(kernel)
+            raise Rejected(Code.inspect_plan, f"kernel {where}: parameter word {value:#x} is no tensor's address")
         pointers.append(Pointer(at=at, tensor=places[0][0], offset=places[0][1]))
         data[at : at + 8] = bytes(8)
     return Param(bytes=bytes(data).hex(), pointers=tuple(pointers))

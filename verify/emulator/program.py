@@ -26,7 +26,7 @@ from kernelmill.verify.emulator.machine import Grid, Machine, Stop, Totals, warp
 from kernelmill.verify.emulator.native import Native, jit
 from kernelmill.verify.emulator.parser import parse
 from kernelmill.verify.emulator.state import MAX_REGIONS, PARAM_REGION, REGION, Space, region_base
-from kernelmill.verify.plan import Launch, LaunchPlan
+from kernelmill.verify.plan import Launch, LaunchPlan, short_name
 
 MAX_INSTRUCTIONS = 50_000
 """Instructions of one module: code generation takes about 1 ms for each."""
@@ -142,15 +142,16 @@ class _Memory:
         frame = generated.frame
         data = np.zeros(frame.param_bytes, dtype=np.uint8)
         regions = {b.name: (n, b) for n, b in enumerate(self.buffers, self.first)}
+        where = short_name(launch.kernel)
         for at, param in zip(frame.params, launch.params, strict=True):
             raw = bytes.fromhex(param.bytes)
             data[at : at + len(raw)] = np.frombuffer(raw, dtype=np.uint8)
             for pointer in param.pointers:
                 if pointer.tensor not in regions or pointer.at + 8 > len(raw):
-                    raise PlanError(f"{launch.kernel[:80]}: no tensor {pointer.tensor!r} or no room for its pointer")
+                    raise PlanError(f"{where}: no tensor {pointer.tensor!r} or no room for its pointer")
                 n, buffer = regions[pointer.tensor]
                 if pointer.offset > buffer.data.size:
-                    raise PlanError(f"{launch.kernel[:80]}: offset {pointer.offset} is outside {pointer.tensor!r}")
+                    raise PlanError(f"{where}: offset {pointer.offset} is outside {pointer.tensor!r}")
                 address = np.array([region_base(n) + pointer.offset], dtype="<u8").view(np.uint8)
                 data[at + pointer.at : at + pointer.at + 8] = address
         self._map(PARAM_REGION, data, np.ones(data.size, dtype=np.uint8), False)
