@@ -122,7 +122,7 @@ def _artifact(identity: str, spec: str, target: str, binding: dict[str, int]) ->
         spec=spec,
         target=target,
         binding=binding,
-        schedule={"threads": 128},
+        schedule={"threads": 128, "keep": "registers"},
         ptx_sha256=identity,
         ptx_bytes=9000,
         resources=(resources,),

@@ -34,7 +34,7 @@ from kernelmill.agents.cli.pulls import pulls as command_group
 from kernelmill.agents.pulls import gitio, html, local, recheck
 from kernelmill.agents.pulls.branch import Malformed, pull_id
 from kernelmill.agents.pulls.model import Pull, PullError, Refused, State
-from kernelmill.specs.data import Frozen
+from kernelmill.specs.data import Frozen, canonical_json
 from kernelmill.verify.evidence import Evidence
 from kernelmill.verify.run import Request
 from kernelmill.verify.verdict import Code, Level, MachineFailure, Verdict
@@ -727,6 +727,14 @@ def test_command_line_refuses_the_forged(repo: Path, monkeypatch: pytest.MonkeyP
     name = forge_evidence(repo, lambda data: None, BROKEN)
     result = CliRunner().invoke(command_group, ["verify", name])
     assert result.exit_code == 1 and "emulate.mismatch" in result.output and "pulls reject" in result.output
+
+
+def test_the_order_of_a_schedules_choices_is_no_difference() -> None:
+    evidence = make_evidence(GOOD)
+    assert len(evidence.claims.artifacts[0].schedule) > 1
+    # A job keeps evidence as canonical JSON, which sorts what the verifier gives in the schedule's own order.
+    kept = Evidence.model_validate_json(canonical_json(evidence.model_dump(mode="json")))
+    assert recheck.compare(kept, evidence, (0,), [])[0] == []
 
 
 def test_differences_in_last_bits_of_errors_are_none_elsewhere_they_are() -> None:

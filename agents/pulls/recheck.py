@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from kernelmill.agents.pulls import gitio
 from kernelmill.agents.pulls.branch import Malformed
 from kernelmill.agents.text import printable
-from kernelmill.specs.data import Frozen
+from kernelmill.specs.data import Frozen, canonical_json
 from kernelmill.verify.evidence import ArtifactClaim, Claims, Evidence, RunClaim
 from kernelmill.verify.run import TARGETS, Progress, Request
 from kernelmill.verify.verdict import Level, MachineFailure
@@ -254,8 +254,8 @@ def _fixed(old: Claims, new: Claims) -> Iterator[str]:
             yield f"level of {target} is {level}, really {new.verdict.levels.get(target, 'none')}"
 
 
-def _artifact_key(artifact: ArtifactClaim) -> tuple[Any, ...]:
-    return artifact.spec, artifact.target, tuple(sorted(artifact.binding.items())), _short(artifact.schedule)
+def _artifact_key(artifact: ArtifactClaim) -> tuple[str, str, str]:
+    return artifact.spec, artifact.target, canonical_json([artifact.binding, artifact.schedule])
 
 
 def _run_key(run: RunClaim) -> tuple[str, str, str, int]:
