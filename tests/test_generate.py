@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import click
 import git
 import pytest
 import toy_verifier as toy
 from click.testing import CliRunner, Result
 from rich.console import Console
 
+from kernelmill.agents.cli import main
 from kernelmill.agents.cli.progress import LINE_SECONDS, Display, clock
 from kernelmill.agents.jobs.model import Budget, Created, Settings
 from kernelmill.agents.jobs.run import LaneStep
@@ -35,15 +35,6 @@ from kernelmill.verify.verdict import MachineFailure
 # The package has the commands under the modules' names.
 command = importlib.import_module("kernelmill.agents.cli.generate")
 jobs_command = importlib.import_module("kernelmill.agents.cli.jobs")
-
-
-@click.group()
-def cli() -> None:
-    """The two commands under test."""
-
-
-cli.add_command(command.generate)
-cli.add_command(jobs_command.jobs)
 
 
 @pytest.fixture
@@ -78,7 +69,7 @@ def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Evidence]], 
 
 
 def kernelmill(*words: str) -> Result:
-    return CliRunner().invoke(cli, words, catch_exceptions=False)
+    return CliRunner().invoke(main, words, catch_exceptions=False)
 
 
 def test_a_pull_request_and_then_no_gain(project: Path, use: Callable) -> None:
@@ -184,6 +175,13 @@ def test_none_accepted_is_exit_1(project: Path, use: Callable) -> None:
         (("generate", "attn_res", "--target", "sm_103"), "nearest: sm_103a"),
         (("generate", "attn_res", "--proposer", "serch"), "nearest: search"),
         (("generate", "attn_res", "--lanes", "0"), "0 is not in the range"),
+        (("generate", "attn_res", "--lane", "1"), "'--lanes'"),
+        (("generate",), "kernelmill generate --help"),
+        (("genrate", "attn_res"), "'generate'"),
+        (("jobs", "shw"), "'show'"),
+        (("verify", "no.py", "--spec", "attn_res"), "no.py"),
+        (("verify", "no.py", "--spec", "attn_res", "--sed", "1"), "'--seed'"),
+        (("--jsn",), "kernelmill --help"),
         (("jobs", "show"), "there are no jobs"),
         (("jobs", "resume", "attn_res-0000"), "there are no jobs"),
         (("jobs", "cancel", "attn_res-0000"), "there are no jobs"),
@@ -192,8 +190,8 @@ def test_none_accepted_is_exit_1(project: Path, use: Callable) -> None:
 def test_bad_input_is_one_line(project: Path, words: tuple[str, ...], says: str) -> None:
     result = kernelmill(*words)
     assert result.exit_code == 2
-    (line,) = [x for x in result.output.splitlines() if x.startswith("Error:")]
-    assert says in line
+    (line,) = result.output.splitlines()
+    assert line.startswith("Error:") and says in line
 
 
 def test_unknown_jobs_name_the_nearest(project: Path, use: Callable) -> None:
@@ -249,7 +247,7 @@ class Slow:
     def close(self): pass
     verify = staticmethod(toy_verifier.Toy(seconds=float(sys.argv.pop(1))))
 test_generate.command.Verifier = Slow
-test_generate.cli()
+test_generate.main()
 """
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from kernelmill.agents.cli.doctor import doctor
+from kernelmill.agents.cli.errors import OneLineGroup
 from kernelmill.agents.cli.generate import generate
 from kernelmill.agents.cli.jobs import jobs
 from kernelmill.agents.cli.pulls import pulls
@@ -27,7 +28,12 @@ Exit status: 0 done or accepted, 1 rejected or nothing gained, 2 usage,
 """
 
 
-@click.group(epilog=EXAMPLES, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    "kernelmill",
+    cls=OneLineGroup,
+    epilog=EXAMPLES,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
 @click.version_option(package_name="kernelmill")
 def main() -> None:
     """A mill for verified CuTe DSL decode kernels: specs in, reviewed pull requests out."""

@@ -6,7 +6,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import click
+from click.exceptions import NoArgsIsHelpError
 
 OK, REJECTED, USAGE, MACHINE, PAUSED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 
@@ -21,3 +26,26 @@ class MachineTrouble(click.ClickException):
     """We or the machine could not do it: one line what, and what to do."""
 
     exit_code = MACHINE
+
+
+class OneLineGroup(click.Group):
+    """A group whose usage errors are one line, for it and its subcommands."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _one_line():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _one_line():
+            return super().invoke(ctx)
+
+
+@contextmanager
+def _one_line() -> Iterator[None]:
+    try:
+        yield
+    except NoArgsIsHelpError:
+        raise
+    except click.UsageError as error:
+        help_of = f" See: {error.ctx.command_path} --help" if error.ctx else ""
+        raise UsageFailure(" ".join(error.format_message().split()) + help_of) from None
