@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kernelmill.agents.cli.errors import OK, REJECTED, MachineTrouble, UsageFailure
@@ -113,23 +113,25 @@ def _run(request: Request, quiet: bool) -> Evidence:
 def _show(evidence: Evidence, console: Console) -> None:
     claims, verdict = evidence.claims, evidence.claims.verdict
     style = "bold green" if verdict.accepted else "bold red"
-    console.print(Text.assemble((verdict.code, style), "  ", printable(verdict.reason)))
+    # Soft-wrapped, so that what is copied or searched for stays one line.
+    console.print(Text.assemble((verdict.code, style), "  ", printable(verdict.reason)), soft_wrap=True)
     if verdict.accepted:
         for target, level in verdict.levels.items():
             note = "" if level in ("executed", "timed") else ", never executed"
             console.print(f"  {target}: {level}{note}")
         _show_runs(evidence, console)
     else:
-        console.print(Text(f"  remedy: {REMEDIES[verdict.code]}"))
+        console.print(Text(f"  remedy: {REMEDIES[verdict.code]}"), soft_wrap=True)
         if evidence.context.detail:
-            console.print(Text(printable(evidence.context.detail, keep_lines=True)))
-    console.print(Text(f"  reproduce: {printable(verdict.reproduce)}"))
+            console.print(Text(printable(evidence.context.detail, keep_lines=True)), soft_wrap=True)
+    console.print(Text(f"  reproduce: {printable(verdict.reproduce)}"), soft_wrap=True)
     stages = ", ".join(f"{s.stage} {s.seconds:.1f} s" for s in evidence.context.stages)
     console.print(Text(f"  {len(claims.artifacts)} artifacts, {len(claims.runs)} workload runs; {stages}"))
 
 
 def _show_runs(evidence: Evidence, console: Console) -> None:
-    table = Table("spec", "target", "workloads", "worst error / limit", "model units (not a time)", box=None)
+    whole = [Column(name, no_wrap=True) for name in ("spec", "target")]
+    table = Table(*whole, "workloads", "worst error / limit", "model units (not a time)", box=None)
     groups: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for run in evidence.claims.runs:
         worst = max((c.share_of_limit for c in run.comparisons), default=0.0)

@@ -18,7 +18,8 @@ LEVEL_STYLES = {"executed": "bold green", "timed": "bold green", "none": "bold r
 def show(report: Report, console: Console, diff: bool = True) -> None:
     """Print a report: level per target, verdict, what is not shown, errors, resources, counters, diff, origin."""
     for block in _blocks(report, diff):
-        console.print(block, highlight=False)
+        # A line of text stays one line, so that a command can be copied.
+        console.print(block, highlight=False, soft_wrap=isinstance(block, Text))
 
 
 def _blocks(report: Report, diff: bool) -> list[RenderableType]:

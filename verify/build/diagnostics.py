@@ -23,6 +23,7 @@ REMEDIES = {
 """DSL diagnostic code to a one-line remedy (nvidia-cutlass-dsl 4.8.1)."""
 
 _ESCAPE = re.compile(r"\x1b\[[0-9;]{0,20}m")
+_CLASS = re.compile(r"[\w.]{1,80}:")
 _CODE = re.compile(r"error\[(\w{1,64})\]")
 
 
@@ -32,10 +33,12 @@ def plain(message: str) -> str:
 
 
 def summary(message: str) -> str:
-    """The line with the diagnostic code and its remedy, or the first line that says something."""
+    """The line with the diagnostic code and its remedy, or the first that says something: an exception's class alone
+    does not."""
     lines = [n.strip() for n in plain(message).splitlines() if n.strip()] or ["no message"]
     for line in lines:
         if found := _CODE.search(line):
             remedy = REMEDIES.get(found.group(1))
             return line[:300] + (f" ({remedy})" if remedy else "")
-    return lines[0][:300]
+    telling = [line for line in lines if not _CLASS.fullmatch(line)]
+    return (telling or lines)[0][:300]

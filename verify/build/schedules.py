@@ -63,7 +63,11 @@ def read_table(tree: ast.Module) -> Table:
     rows = node.value
     if not isinstance(rows, ast.Tuple) or not 1 <= len(rows.elts) <= MAX_RANGES:
         raise _bad(node, f"SCHEDULES must be a literal tuple of 1 to {MAX_RANGES} rows (first, last, Schedule(...))")
-    return Table(choices, defaults, tuple(_range(row, choices, defaults) for row in rows.elts))
+    ranges = tuple(_range(row, choices, defaults) for row in rows.elts)
+    for row, before, after in zip(rows.elts[1:], ranges, ranges[1:], strict=False):
+        if after.first != before.last + 1:
+            raise _bad(row, f"a row of SCHEDULES begins where the one before ends: at {before.last + 1}")
+    return Table(choices, defaults, ranges)
 
 
 def rewrite(source: str, ranges: tuple[Range, ...]) -> str:
