@@ -57,9 +57,7 @@ def evil_report() -> Report:
     }
     context = evidence.context.model_copy(update={"versions": {EVIL: EVIL}, "sandbox": EVIL})
     evidence = Evidence(claims=claims.model_copy(update=changes), context=context)
-    meta = META.model_copy(
-        update={"title": EVIL, "job": EVIL, "proposer": EVIL, "how": EVIL, "reproduce": (EVIL,), "base_branch": EVIL}
-    )
+    meta = META.model_copy(update={"title": EVIL, "job": EVIL, "proposer": EVIL, "how": EVIL, "base_branch": EVIL})
     return make(f"x = 1  # {EVIL}\n", evidence, meta=meta)
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
+import textwrap
 
 import pytest
 from click.testing import CliRunner
 
 from kernelmill.specs.lint import FamilyLint
 from kernelmill.specs.registry import families
+from kernelmill.specs.schema import Family
+from kernelmill.verify.audit import audit
+from kernelmill.verify.build.schedules import read
 
 command = importlib.import_module("kernelmill.agents.cli.specs")  # the package's attribute is the click group
 
@@ -28,10 +33,20 @@ def test_list_names_every_spec() -> None:
     assert code == 0 and [r["spec"] for r in json.loads(out)] == names
 
 
+@pytest.mark.parametrize("family", families().values(), ids=lambda f: f.name)
+def test_the_form_that_show_prints_passes_the_audit(family: Family) -> None:
+    form = textwrap.dedent(command._form(family))
+    audit(form, family)
+    last = family.specs[0].dynamic_axes[0].maximum
+    assert [(r.first, r.last) for r in read(ast.parse(form)).ranges] == [(1, 8), (9, last)]
+    absent = {t.name for t in family.tensors for s in family.specs if t.name not in {x.name for x in s.tensors}}
+    assert {line.split(":")[0].strip() for line in form.splitlines() if "| None" in line} == absent
+
+
 def test_show_has_what_a_writer_needs() -> None:
     code, out, _ = run("show", "attn_res.delta_norm")
     assert code == 0
-    for text in ("softmax_j(s)", "def launch(delta, norm_weight,", "T3_nb8_range", "GB300", "neighbours", "exact"):
+    for text in ("softmax_j(s)", "here: write = 0, final = 0\n", "T3_nb8_range", "GB300", "neighbours", "exact"):
         assert text in out
     code, out, _ = run("show", "situ_and_mul", "--json")
     shown = json.loads(out)

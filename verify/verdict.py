@@ -46,7 +46,8 @@ class Code(StrEnum):
 REMEDIES: dict[Code, str] = {
     Code.accepted: "Nothing to do.",
     Code.audit_syntax: "Fix the Python syntax at the named line; the file must be UTF-8 and at most 256 KiB.",
-    Code.audit_import: "Import only cutlass, cuda.bindings.driver, kernelmill.kernels.lib and the listed stdlib.",
+    Code.audit_import: "Import only cutlass, cuda.bindings.driver, kernelmill.kernels.lib, math, typing, dataclasses, "
+    "functools, enum.",
     Code.audit_signature: "Give `launch`, `Schedule` and `SCHEDULES` the form that `kernelmill specs show` prints.",
     Code.compile_error: "Read the DSL diagnostic; the first error usually causes the rest.",
     Code.compile_timeout: "Tracing or compiling exceeded its deadline: look for an endless loop or huge unrolling.",

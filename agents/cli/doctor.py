@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import click
-from rich.console import Console
 from rich.table import Table
 
+from kernelmill.agents.cli.console import wide_console
 from kernelmill.agents.cli.errors import MACHINE
 from kernelmill.agents.paths import project_root
 from kernelmill.verify import sandbox
@@ -90,5 +90,5 @@ def doctor(as_json: bool) -> None:
         for c in checks:
             mark = "[green]ok[/]" if c.ok else "[red]FAIL[/]" if c.needed else "[yellow]none[/]"
             table.add_row(c.name, mark, c.found)
-        Console().print(table)
+        wide_console().print(table)
     raise SystemExit(MACHINE if any(c.needed and not c.ok for c in checks) else 0)

@@ -16,6 +16,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from kernelmill.agents.cli.console import wide_console
 from kernelmill.agents.cli.doctor import CHECKS
 from kernelmill.agents.cli.errors import INTERRUPTED, MACHINE, OK, PAUSED, REJECTED, MachineTrouble, UsageFailure
 from kernelmill.agents.cli.progress import Display, attempts_table, clock, left
@@ -55,7 +56,7 @@ def cores() -> int:
 @click.command(epilog=EPILOG)
 @click.argument("family_name", metavar="FAMILY")
 @click.option("--proposer", default="search", show_default=True, help="Who writes candidates.")
-@click.option("--attempts", type=click.IntRange(min=1), help="Proposals at most; default: until the proposer ends.")
+@click.option("--attempts", type=click.IntRange(min=1), help="Pause after this many proposals; default: no limit.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), default=DEFAULT_MINUTES, show_default=True)
 @click.option("--lanes", type=click.IntRange(1, 256), help="Attempts at a time; default: one per core.")
 @click.option("--target", "targets", multiple=True, help=f"Repeatable; default: {', '.join(TARGETS)}.")
@@ -119,7 +120,7 @@ def preflight(pull: bool) -> None:
 
 def drive(store: Store, job_id: str, as_json: bool) -> int:
     """Run a job with its display until it ends or stops. Returns the exit status."""
-    console = Console(stderr=as_json)
+    console = wide_console(stderr=as_json)
     job = store.load(job_id)
     stop = threading.Event()
     with _signals(stop), Verifier() as verifier:
@@ -258,11 +259,12 @@ def headline(job: Job) -> str:
     return f"{job.status}{': ' + reason if reason and reason != job.status else ''}"
 
 
-def show_end(console: Console, job: Job) -> None:
-    """The attempts, how the job stands, and what to type next."""
+def show_end(console: Console, job: Job, standing: str = "") -> None:
+    """The attempts, how the job stands (``standing`` where its log alone does not tell), and what to type next."""
     console.print(attempts_table(job))
     style = "bold green" if exit_status(job) == OK else "bold yellow"
-    console.print(Text(headline(job), style), soft_wrap=True)
+    text = standing if job.status is Status.running and standing else headline(job)
+    console.print(Text(text, style), soft_wrap=True)
     spent = job.ledger
     console.print(
         Text(

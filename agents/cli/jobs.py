@@ -6,10 +6,10 @@ import json
 import sys
 
 import click
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kernelmill.agents.cli.console import wide_console
 from kernelmill.agents.cli.errors import UsageFailure
 from kernelmill.agents.cli.generate import (
     as_data,
@@ -63,13 +63,13 @@ def list_(as_json: bool) -> None:
         return
     table = Table(box=None)
     for column in ("job", "state", "attempts", "model units", "min", "started", "pull request"):
-        table.add_column(column, no_wrap=column in ("job", "state", "started"))
+        table.add_column(column, no_wrap=column in ("job", "state", "pull request"))
     for j in found:
         best = f"{j.best.score:.1f}" if j.best is not None and j.best.score is not None else ""
         started = j.created.astimezone().strftime("%m-%d %H:%M")
         minutes = clock(j.ledger.wall_seconds)
         table.add_row(j.id, states[j.id], str(len(j.attempts)), best, minutes, started, j.pull)
-    Console().print(table)
+    wide_console().print(table)
 
 
 @jobs.command(epilog="\b\nExamples:\n  kernelmill jobs show\n  kernelmill jobs show attn_res-7f3a --source 4 > k.py")
@@ -91,7 +91,7 @@ def show(name: str | None, number: int | None, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(as_data(job) | {"state": standing}, indent=1))
         return
-    console = Console()
+    console = wide_console()
     settings = job.settings
     console.print(Text.assemble((job.id, "bold"), f"  {standing}; {settings.proposer}, seed {settings.seed}"))
     for attempt in job.attempts:
@@ -100,7 +100,7 @@ def show(name: str | None, number: int | None, as_json: bool) -> None:
     if standing.startswith("running"):
         console.print(attempts_table(job))
     else:
-        show_end(console, job)
+        show_end(console, job, standing)
 
 
 @jobs.command(epilog="\b\nExample:\n  kernelmill jobs logs attn_res-7f3a")

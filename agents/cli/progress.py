@@ -134,13 +134,13 @@ class Display:
                 why = "" if a.accepted else f": {printable(a.reason)}"
                 return f"{at} attempt {a.n} ({a.phase}): {a.code}{score}, {a.seconds:.1f} s{why}"
             case Searched():
-                return f"{at} nothing more to propose; proving the best"
+                return f"{at} nothing more to propose; proves what ranks before all that stands"
         return ""
 
     def _render(self) -> RenderableType:
         with self._lock:
             job, wall = self._job, self._wall()
-            phase = "proving the best" if job.searched else "screening"
+            phase = "proving" if job.searched else "screening"
             head = Text.assemble(
                 (job.id, "bold"), f"  {phase}  elapsed {clock(wall)}  budget: {left(job, wall)}  ", self._standing()
             )

@@ -14,9 +14,10 @@ import git
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from kernelmill.agents.cli.console import wide_console
 from kernelmill.agents.cli.errors import REJECTED, MachineTrouble, UsageFailure
 from kernelmill.agents.pulls import html, local, terminal
 from kernelmill.agents.pulls.model import Pull, PullError, Refused, State
@@ -100,12 +101,12 @@ def list_(as_json: bool) -> None:
     if not found:
         click.echo("no pull requests; `kernelmill generate FAMILY` makes one")
         return
-    table = Table("pull request", "state", "score (model units)", "what", box=None)
+    table = Table(Column("pull request", no_wrap=True), "state", "score (model units)", "what", box=None)
     for pull in found:
         score = f"{pull.meta.score:.4g}" if pull.meta and pull.meta.score is not None else ""
         what = pull.note or (pull.meta.title if pull.meta else "")
         table.add_row(_text(pull.id), Text(pull.state, STATE_STYLES[pull.state]), score, _text(what))
-    Console().print(table)
+    wide_console().print(table)
     if found[0].state is State.open:
         click.echo(f"\nnext: kernelmill pulls show {found[0].id}")
 
@@ -128,7 +129,7 @@ def show(name: str | None, page: Path | None, as_json: bool) -> None:
         data = {"pull": pull.model_dump(mode="json"), "report": report.model_dump(mode="json")}
         click.echo(json.dumps(data, indent=1))
     else:
-        console = Console()
+        console = wide_console()
         terminal.show(report, console)
         if pull.state is State.open:
             click.echo(f"\nnext: kernelmill pulls merge {pull.id}    (verifies anew first)")

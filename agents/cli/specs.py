@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from kernelmill.agents.cli.console import wide_console
 from kernelmill.agents.cli.errors import REJECTED, UsageFailure
 from kernelmill.specs.hardware import HARDWARE, bound_seconds, target_seconds
 from kernelmill.specs.lint import FamilyLint
 from kernelmill.specs.lint import lint as lint_family
 from kernelmill.specs.registry import UnknownName, families, family, find
-from kernelmill.specs.schema import Spec, TensorSpec, Workload
+from kernelmill.specs.schema import Family, Spec, TensorSpec, Workload
 
-PIPED_WIDTH = 140
 """Columns of a table that no terminal bounds."""
 
 
@@ -49,7 +49,7 @@ def list_(as_json: bool) -> None:
     for f in families().values():
         for s in f.specs:
             table.add_row(s.name, s.stage, str(len(s.workloads)), s.title)
-    _console().print(table)
+    wide_console().print(table)
 
 
 @specs.command(epilog="\b\nExamples:\n  kernelmill specs show attn_res\n  kernelmill specs show attn_res.delta_norm")
@@ -61,21 +61,25 @@ def show(name: str, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps([_as_data(s) for s in found], indent=1))
         return
-    console = _console()
+    console = wide_console()
     fam = family(found[0].family)
     console.print(f"[bold]{fam.name}[/]  ({found[0].stage})", highlight=False)
     console.print(found[0].formula, markup=False, highlight=False, soft_wrap=True)
-    console.print("\n[bold]candidate[/]: one file with Schedule, SCHEDULES and", highlight=False)
-    signature = f"  @cute.jit\n  def launch({', '.join(fam.signature)}): ..."
-    console.print(signature, markup=False, highlight=False, soft_wrap=True)
+    console.print("\n[bold]candidate[/]: one file of this form", highlight=False)
+    console.print(_form(fam), markup=False, highlight=False, soft_wrap=True)
     console.print(_tensor_table(fam.tensors, found))
     if fam.params:
         params = Table("compile-time parameter", "kind", "meaning", box=None)
         for p in fam.params:
             params.add_row(p.name, p.kind, p.doc)
         console.print(params)
+    console.print(inspect.getdoc(fam.functions.generate), markup=False, highlight=False, soft_wrap=True)
     for spec in found:
         console.print(f"\n[bold]{spec.name}[/]: {spec.title}", highlight=False)
+        fixed = [f"{name} = {value}" for name, value in spec.flags.items()]
+        absent = [f"{t.name} = None" for t in fam.tensors if t.name not in {s.name for s in spec.tensors}]
+        if fixed or absent:
+            console.print(f"  here: {', '.join(fixed + absent)}", markup=False, highlight=False)
         for axis in spec.axes:
             legal = ", ".join(map(str, axis.values)) or f"{axis.minimum}..{axis.maximum}"
             console.print(f"  {axis.name} ({axis.kind}): {axis.doc}; {legal}", markup=False, highlight=False)
@@ -102,11 +106,6 @@ def lint(names: tuple[str, ...], as_json: bool) -> None:
     raise SystemExit(0 if all(r.passed for r in reports) else REJECTED)
 
 
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPED_WIDTH)
-
-
 def _find(name: str) -> tuple[Spec, ...]:
     try:
         return find(name)
@@ -115,7 +114,7 @@ def _find(name: str) -> tuple[Spec, ...]:
 
 
 def _show_lint(reports: list[FamilyLint]) -> None:
-    console = _console()
+    console = wide_console()
     table = Table("family", "specs", "workloads", "trivial", "mutants", "killed", "result", box=None)
     for r in reports:
         killed = sum(1 for kills in r.kills.values() if kills)
@@ -130,11 +129,41 @@ def _show_lint(reports: list[FamilyLint]) -> None:
             console.print(f"{r.family}: {problem}", markup=False)
 
 
+def _form(fam: Family) -> str:
+    """What a candidate must define, as source text."""
+    always = set.intersection(*({t.name for t in s.tensors} for s in fam.specs))
+    types = {t.name: "cute.Tensor" + ("" if t.name in always else " | None") for t in fam.tensors}
+    types |= {name: "cutlass.Constexpr" for name in fam.signature if name not in types} | {"stream": "cuda.CUstream"}
+    dynamic = fam.specs[0].dynamic_axes[0]
+    return "\n".join(
+        (
+            "  import cutlass, cutlass.cute as cute, cuda.bindings.driver as cuda",
+            "  from dataclasses import dataclass",
+            "  from typing import Literal",
+            "",
+            "  @dataclass(frozen=True)",
+            "  class Schedule:                       # compile-time choices: integers, booleans, words",
+            "      threads: Literal[128, 256] = 128",
+            "",
+            f"  SCHEDULES = (                         # rows (first {dynamic.name}, last {dynamic.name}, choices)",
+            f"      ({dynamic.minimum}, 8, Schedule(threads=128)),",
+            f"      (9, {dynamic.maximum}, Schedule(threads=256)),",
+            "  )",
+            "",
+            "  @cute.jit",
+            "  def launch(",
+            *(f"      {name}: {types[name]}," for name in fam.signature),
+            "  ): ...",
+            "",
+        )
+    )
+
+
 def _tensor_table(tensors: tuple[TensorSpec, ...], found: tuple[Spec, ...]) -> Table:
     table = Table("tensor", "role", "dtype", "shape", "compared", "meaning", box=None)
     for t in tensors:
         rule = t.rule.kind if t.rule else ""
-        strides = " (rows may be strided)" if t.strided else ""
+        strides = f" (rows may be strided, each {t.alignment}-byte aligned)" if t.strided else ""
         absent = (
             "" if all(t.name in {x.name for x in s.tensors} for s in found) else "; None where the variant lacks it"
         )

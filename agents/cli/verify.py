@@ -12,6 +12,7 @@ from rich.progress import Progress as Bars
 from rich.table import Column, Table
 from rich.text import Text
 
+from kernelmill.agents.cli.console import wide_console
 from kernelmill.agents.cli.errors import OK, REJECTED, MachineTrouble, UsageFailure
 from kernelmill.agents.paths import lib_folder, store_folder
 from kernelmill.agents.text import printable
@@ -84,7 +85,7 @@ def verify(
     if as_json:
         click.echo(json.dumps(evidence.model_dump(mode="json"), indent=1))
     else:
-        _show(evidence, Console())
+        _show(evidence, wide_console())
     raise SystemExit(OK if evidence.claims.verdict.accepted else REJECTED)
 
 

@@ -58,7 +58,9 @@ def decide(attempts: Sequence[Attempt], incumbents: Collection[str], barred: Col
     for contender in contenders:
         proof = proofs.get(contender.sha)
         if proof is None:
-            return Prove(contender, f"attempt {contender.n}, under all workloads")
+            offered = [a.n for a in screened if a.sha in barred and _score(a) < _score(contender)]
+            why = f"; attempt {', '.join(map(str, sorted(offered)))} was offered before" if offered else ""
+            return Prove(contender, f"attempt {contender.n}, under all workloads{why}")
         if proof.accepted:
             if bar is None:
                 return Decision(proof, f"{_score(proof):.1f} model units; there is no incumbent", accepted=True)

@@ -68,7 +68,6 @@ def meta(offer: Offer) -> PullMeta:
     job, bar = offer.job, offer.bar
     screened = [a for a in job.attempts if a.phase == "screen" and a.code is not None]
     origin = next((a for a in screened if a.sha == offer.winner.sha), offer.winner)
-    spec = f"--spec {job.settings.family}"
     return PullMeta(
         title=f"{job.settings.family}: {origin.note}"[:200],
         job=job.id,
@@ -79,7 +78,6 @@ def meta(offer: Offer) -> PullMeta:
         score=offer.winner.score,
         incumbent=None if bar is None or bar.score is None else Rival(candidate=bar.sha, score=bar.score),
         how="\n".join(_line(a) for a in screened)[:20_000],
-        reproduce=(f"kernelmill verify kernels/ops/{job.settings.family}/kernel.py {spec}",),
     )
 
 

@@ -92,8 +92,9 @@ def find_pull(repo: Path, name: str) -> Pull:
     found = [p for p in pulls if p.id == name] or [p for p in pulls if name and p.id.startswith(name)]
     if len(found) == 1:
         return found[0]
-    known = ", ".join(printable(p.id) for p in (found or pulls)[:6]) or "there is none; `kernelmill generate` makes one"
-    raise PullError(f"{'several pull requests begin with' if found else 'no pull request'} {printable(name)}: {known}")
+    ids = ", ".join(printable(p.id) for p in (found or pulls)[:6])
+    known = f"there are {ids}" if ids else "there is none; `kernelmill generate` makes one"
+    raise PullError(f"{'several pull requests begin with' if found else 'no pull request'} {printable(name)}; {known}")
 
 
 def candidate(repo: Path, pull: Pull) -> tuple[str, Evidence]:

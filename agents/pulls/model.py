@@ -41,8 +41,8 @@ class PullMeta(Frozen):
     """``evidence/pull.json``: how the candidate was made. On a branch it is a claim of whoever made the branch.
 
     ``seconds``: wall time of the job. ``score``: in model units (a model, never a time), lower is better. ``how``: one
-    paragraph of prose, such as the hypotheses tried. ``reproduce``: shell commands. ``base_branch`` and ``base_commit``
-    are filled in by :func:`local.open_pull`.
+    paragraph of prose, such as the hypotheses tried. ``base_branch`` and ``base_commit`` are filled in by
+    :func:`local.open_pull`.
     """
 
     format: int = FORMAT
@@ -55,7 +55,6 @@ class PullMeta(Frozen):
     score: float | None = None
     incumbent: Rival | None = None
     how: str = Field(default="", max_length=20_000)
-    reproduce: tuple[str, ...] = Field(default=(), max_length=20)
     base_branch: str = Field(default="", max_length=250)
     base_commit: str = Field(default="", max_length=64)
 

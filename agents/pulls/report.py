@@ -6,10 +6,11 @@ Everything that came from a candidate or a branch is made printable here: the re
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
-from kernelmill.agents.pulls.model import PullMeta
+from kernelmill.agents.pulls.model import PREFIX, PullMeta
 from kernelmill.agents.pulls.recheck import Recheck
 from kernelmill.agents.text import printable
 from kernelmill.specs.data import Frozen
@@ -180,8 +181,16 @@ def build_report(
         old_source=_shown(old_source or ""),
         how=tuple(_how(evidence, meta, recheck)),
         prose=printable(meta.how, keep_lines=True),
-        reproduce=tuple(printable(c) for c in (*meta.reproduce, f"kernelmill pulls verify {name}")),
+        reproduce=tuple(printable(c) for c in _reproduce(name, claims.family)),
     )
+
+
+def _reproduce(name: str, family: str) -> Iterator[str]:
+    """Shell commands for a checkout in which the candidate need not be merged."""
+    source = shlex.quote(f"{PREFIX}{name}:kernels/ops/{family}/kernel.py")
+    yield f"git show {source} > candidate.py"
+    yield f"kernelmill verify candidate.py --spec {shlex.quote(family)}"
+    yield f"kernelmill pulls verify {shlex.quote(name)}"
 
 
 def _levels(claims: Claims) -> Iterable[TargetLevel]:

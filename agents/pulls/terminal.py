@@ -6,7 +6,7 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.syntax import Syntax
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kernelmill.agents.pulls.html import MAX_COLOURED
@@ -54,7 +54,16 @@ def _limits(report: Report) -> Panel:
 
 
 def _errors(report: Report) -> Table:
-    table = Table("spec", "output", "workloads", "worst error / limit", "at", "max error", "relative L2", box=None)
+    table = Table(
+        Column("spec", no_wrap=True),
+        "output",
+        "workloads",
+        "worst error / limit",
+        "at",
+        "max error",
+        "relative L2",
+        box=None,
+    )
     groups: dict[tuple[str, str], list[int]] = {}
     for index, row in enumerate(report.errors):
         groups.setdefault((row.spec, row.output), []).append(index)
@@ -83,7 +92,7 @@ def _counters(report: Report) -> Table:
     names = ("issue_slots", "shared_cycles", "global_bytes", "barriers", "model_cost")
     titles = [n.replace("_", " ") for n in names]
     caption = Text(f"model cost is in {MODEL_UNITS}", "dim")
-    table = Table("spec", "workloads", *titles, box=None, caption=caption, caption_justify="left")
+    table = Table(Column("spec", no_wrap=True), "workloads", *titles, box=None, caption=caption, caption_justify="left")
     old = {(r.spec, r.workload): r for r in report.old_counters}
     for spec in dict.fromkeys(r.spec for r in report.counters):
         rows = [r for r in report.counters if r.spec == spec]

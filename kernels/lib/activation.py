@@ -16,7 +16,7 @@ def sigmoid(x: Float32) -> Float32:
 def tanh(x: Float32) -> Float32:
     """2 * sigmoid(2 x) - 1 away from zero, and x - x^3 / 3 near it, where that difference would cancel.
 
-    At |x| = 1/16 the two agree to 2e-8 (next series term 2 x^5 / 15) and 1e-6 relative (cancellation).
+    At |x| = 1/16 the two differ by 1.3e-7, 2e-6 relative: the series' next term, 2 x^5 / 15.
     """
     far = Float32(2.0) * sigmoid(x + x) - Float32(1.0)
     near = x - x * x * x * Float32(1.0 / 3.0)
