@@ -14,7 +14,7 @@ from kernelmill.specs.lint import FamilyLint
 from kernelmill.specs.registry import families
 from kernelmill.specs.schema import Family
 from kernelmill.verify.audit import audit
-from kernelmill.verify.build.schedules import read
+from kernelmill.verify.build.schedules import read_table
 
 command = importlib.import_module("kernelmill.agents.cli.specs")  # the package's attribute is the click group
 
@@ -38,7 +38,7 @@ def test_the_form_that_show_prints_passes_the_audit(family: Family) -> None:
     form = textwrap.dedent(command._form(family))
     audit(form, family)
     last = family.specs[0].dynamic_axes[0].maximum
-    assert [(r.first, r.last) for r in read(ast.parse(form)).ranges] == [(1, 8), (9, last)]
+    assert [(r.first, r.last) for r in read_table(ast.parse(form)).ranges] == [(1, 8), (9, last)]
     absent = {t.name for t in family.tensors for s in family.specs if t.name not in {x.name for x in s.tensors}}
     assert {line.split(":")[0].strip() for line in form.splitlines() if "| None" in line} == absent
 
