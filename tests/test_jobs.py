@@ -170,6 +170,9 @@ def test_what_was_rejected_as_a_pull_request_is_not_offered_again(tmp_path: Path
     job = toy.work(store, again, toy.tools(toy.Toy(), tmp_path, opened=opened, barred=lambda sha: sha == refused))
     assert job.status is Status.opened
     assert opened[1].winner.sha != refused
+    passed_over = next(a.n for a in job.attempts if a.sha == refused)
+    proof = next(a for a in job.attempts if a.phase == "prove")
+    assert proof.note.endswith(f"; attempt {passed_over} was offered before")
 
 
 def test_without_pull_requests_the_winner_is_named(tmp_path: Path) -> None:
