@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from kernelmill.verify.emulator import Approx, Buffer, Finding, Program, Result, compile
+from kernelmill.verify.emulator import Approx, Buffer, Copies, Finding, Program, Result, compile
 from kernelmill.verify.plan import Launch, LaunchPlan, Param, Pointer
 
 FRAME = """
@@ -83,6 +83,7 @@ def run(
     written: tuple[bool, ...] = (),
     writable: tuple[bool, ...] = (),
     seconds: float = 20.0,
+    copies: Copies = "late",
 ) -> Run:
     """Run one kernel on tensors t0, t1, ...; ``written`` and ``writable`` default to True for each."""
     buffers = [
@@ -91,7 +92,7 @@ def run(
     ]
     plan = LaunchPlan(launches=(launch(buffers, grid=grid, block=block, shared=shared),))
     result = program(entry(body, len(arrays)), globals).run(
-        plan, buffers, order=order, approx=approx, seed=seed, max_seconds=seconds
+        plan, buffers, order=order, approx=approx, seed=seed, max_seconds=seconds, copies=copies
     )
     back = [b.data.view(a.dtype).reshape(a.shape) for b, a in zip(buffers, arrays, strict=True)]
     return Run(result, back)

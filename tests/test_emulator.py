@@ -534,7 +534,7 @@ def test_instructions_and_barriers_are_counted() -> None:
     "text",
     [
         "mbarrier.init.shared.b64 [%d1], 1;",
-        "cp.async.ca.shared.global [%r1], [%d1], 16;",
+        "cp.async.bulk.commit_group;",
         "ld.global.L9::odd.b32 %r1, [%d1];",
         "st.shared::cluster.b32 [%r1], %r2;",
         "atom.global.add.s16 %r1, [%d1], 1;",

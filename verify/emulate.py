@@ -1,7 +1,8 @@
 """The emulate stage, trusted side: send PTX, plans and inputs to a sandboxed child, compare what comes back.
 
 Every workload runs three times: two adversarial warp orders with nominal arithmetic, and one with every approximate
-instruction moved within its documented error. All three must be within tolerance.
+instruction moved within its documented error; asynchronous copies arrive early, late and at random. All three must be
+within tolerance.
 """
 
 from __future__ import annotations
@@ -18,14 +19,18 @@ from kernelmill.specs.tolerance import Comparison, compare
 from kernelmill.verify.artifact import Artifact
 from kernelmill.verify.cases import Case, Cases, Placed, element_mask, read_back
 from kernelmill.verify.emulate_job import BufferRequest, EmulateReply, EmulateRequest, RunRequest
-from kernelmill.verify.emulator.interface import Approx, Finding, KernelCounters
+from kernelmill.verify.emulator.interface import Approx, Copies, Finding, KernelCounters
 from kernelmill.verify.files import ChildFileError, read_child_file
 from kernelmill.verify.forkserver import ForkServer, Limits
 from kernelmill.verify.plan import short_name
 from kernelmill.verify.verdict import Code, MachineFailure, Rejected
 
-MODES: tuple[tuple[int, Approx], ...] = ((0, "nominal"), (1, "nominal"), (1, "perturbed"))
-"""(warp order, approximate instructions) of each run."""
+MODES: tuple[tuple[int, Approx, Copies], ...] = (
+    (0, "nominal", "eager"),
+    (1, "nominal", "late"),
+    (1, "perturbed", "random"),
+)
+"""(warp order, approximate instructions, arrival of asynchronous copies) of each run."""
 
 RUN_SECONDS = 60.0
 """Deadline of one emulated run; the longest honest one here takes under a second."""
@@ -67,9 +72,11 @@ def emulate(
     with server.folder() as folder:
         spans = _write_inputs(folder, todo)
         runs = tuple(
-            RunRequest(plan=artifact.plans[case.workload.name], buffers=buffers, order=order, approx=approx)
+            RunRequest(
+                plan=artifact.plans[case.workload.name], buffers=buffers, order=order, approx=approx, copies=copies
+            )
             for case, buffers in zip(todo, spans, strict=True)
-            for order, approx in MODES
+            for order, approx, copies in MODES
         )
         request = EmulateRequest(ptx=artifact.ptx, seed=seeds[0] & 0x7FFFFFFF, seconds=RUN_SECONDS, runs=runs)
         (folder / "request.json").write_text(request.model_dump_json())
@@ -117,7 +124,7 @@ def _judge(folder: Path, case: Case, artifact: Artifact, outcome: EmulateReply, 
     raw: list[bytes] = []
     worst: dict[str, Comparison] = {}
     first = n * len(MODES)
-    for k, (order, approx) in enumerate(MODES, start=first):
+    for k, (order, approx, copies) in enumerate(MODES, start=first):
         if k >= len(outcome.runs):
             raise MachineFailure(f"{where}: the emulator's process returned {len(outcome.runs)} runs, {k + 1} expected")
         finding = outcome.runs[k].finding
@@ -126,7 +133,9 @@ def _judge(folder: Path, case: Case, artifact: Artifact, outcome: EmulateReply, 
         values, memory = _read_run(folder / f"run{k}.bin", case, where)
         for c in compare(case.spec, case.reference, case.baseline, values):
             if not c.passed:
-                raise Rejected(Code.emulate_mismatch, f"{where}, warp order {order}, {approx}: {c.describe()}")
+                raise Rejected(
+                    Code.emulate_mismatch, f"{where}, warp order {order}, {approx}, {copies} copies: {c.describe()}"
+                )
             if c.output not in worst or c.share_of_limit > worst[c.output].share_of_limit:
                 worst[c.output] = c
         raw.append(memory)

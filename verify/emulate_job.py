@@ -14,7 +14,7 @@ import numpy as np
 
 from kernelmill.specs.data import Frozen
 from kernelmill.verify import emulator
-from kernelmill.verify.emulator import Approx, Buffer, Finding, KernelCounters
+from kernelmill.verify.emulator import Approx, Buffer, Copies, Finding, KernelCounters
 from kernelmill.verify.plan import LaunchPlan
 
 
@@ -35,6 +35,7 @@ class RunRequest(Frozen):
     buffers: tuple[BufferRequest, ...]
     order: int
     approx: Approx
+    copies: Copies
 
 
 class EmulateRequest(Frozen):
@@ -77,7 +78,13 @@ def emulate(folder: Path) -> dict[str, Any]:
         buffers = [_buffer(inputs, b) for b in run.buffers]
         try:
             result = program.run(
-                run.plan, buffers, order=run.order, approx=run.approx, seed=request.seed, max_seconds=request.seconds
+                run.plan,
+                buffers,
+                order=run.order,
+                approx=run.approx,
+                copies=run.copies,
+                seed=request.seed,
+                max_seconds=request.seconds,
             )
         except emulator.Unsupported as error:
             return EmulateReply(unsupported=str(error)).model_dump(mode="json")

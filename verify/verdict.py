@@ -41,6 +41,8 @@ class Code(StrEnum):
     emulate_mismatch = "emulate.mismatch"
     emulate_touched = "emulate.touched"
     emulate_trap = "emulate.trap"
+    emulate_missing_wait = "emulate.missing_wait"
+    emulate_race = "emulate.race"
 
 
 REMEDIES: dict[Code, str] = {
@@ -69,6 +71,8 @@ REMEDIES: dict[Code, str] = {
     Code.emulate_mismatch: "Values differ from the reference by more than the tolerance in the named region.",
     Code.emulate_touched: "The kernel changed memory that the operation must leave alone.",
     Code.emulate_trap: "The kernel executed a trap instruction.",
+    Code.emulate_missing_wait: "Wait for the copy's group (cp.async.wait_group) before its bytes are used or replaced.",
+    Code.emulate_race: "Put a barrier between the two warps' accesses to the same shared bytes.",
 }
 """One line each: what the author of the candidate should do."""
 

@@ -3,6 +3,7 @@
 from kernelmill.verify.emulator.interface import (
     Approx,
     Buffer,
+    Copies,
     Finding,
     KernelCounters,
     PlanError,
@@ -16,6 +17,7 @@ from kernelmill.verify.emulator.program import Program, compile, preload
 __all__ = [
     "Approx",
     "Buffer",
+    "Copies",
     "Finding",
     "KernelCounters",
     "PlanError",

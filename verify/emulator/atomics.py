@@ -5,7 +5,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from kernelmill.verify.emulator.forms import AtomForm
-from kernelmill.verify.emulator.memory import check_access, host_pointer, require_initialised
+from kernelmill.verify.emulator.memory import check_access, pointer_of, require_initialised
 from kernelmill.verify.emulator.native import I16, I32, I64, Code, need
 from kernelmill.verify.emulator.state import LANES, SPACES, Space
 
@@ -23,7 +23,7 @@ def atomic(space: int, form: AtomForm) -> str:
         check_access(code, space, mask, size * count, reads=True, writes=True)
         with code.each_lane(mask) as lane:
             require_initialised(code, space, lane, b"\1" * (size * count))
-            pointer = host_pointer(code, lane)
+            pointer = pointer_of(code, "host", lane)
             for k in range(count):
                 place = code.at(pointer, k * size)
                 mine = code.lane_at(code.at(code.field("data"), k * LANES * size), lane, size)

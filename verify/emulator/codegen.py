@@ -14,8 +14,18 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 
-from kernelmill.verify.emulator import alu, atomics, collectives, memory
-from kernelmill.verify.emulator.forms import AtomForm, MemoryForm, atom_form, check_no_op, memory_form
+from kernelmill.verify.emulator import alu, atomics, collectives, copies, matrix, memory, races
+from kernelmill.verify.emulator.forms import (
+    AtomForm,
+    MemoryForm,
+    atom_form,
+    check_no_op,
+    copy_size,
+    is_ordered,
+    memory_form,
+    operands,
+    synchronises,
+)
 from kernelmill.verify.emulator.interface import Unsupported
 from kernelmill.verify.emulator.ir import (
     Address,
@@ -32,7 +42,17 @@ from kernelmill.verify.emulator.ir import (
     Vector,
 )
 from kernelmill.verify.emulator.native import I32, I64, PTR, Code, call_helper, guard_stack, vec
-from kernelmill.verify.emulator.segments import RESULT, Segment, allocate, cut, flatten, is_barrier, waits_for_lanes
+from kernelmill.verify.emulator.segments import (
+    ACCESSES,
+    RESULT,
+    Segment,
+    allocate,
+    cut,
+    flatten,
+    is_barrier,
+    names_no_lanes,
+    waits_for_lanes,
+)
 from kernelmill.verify.emulator.state import (
     LANES,
     LOCAL_BASE,
@@ -118,6 +138,20 @@ class Generated:
     waits: tuple[Instruction | None, ...]
     context_bytes: int
     reads_clock: bool
+    cell: int
+    """Bytes per cell of the race check."""
+    copies: bool
+    """Whether there are asynchronous copies."""
+
+
+def cell_bytes(kernel: Kernel) -> int:
+    """The narrowest access that may go to shared memory, at most 4 bytes: no two accesses share part of a cell."""
+    widths = [4]
+    for block in kernel.blocks:
+        for instr in block.instructions:
+            if instr.opcode in ("ld", "ldu", "st") and not {"global", "param", "const", "local"} & set(instr.modifiers):
+                widths.append(memory_form(instr).size)
+    return min(widths)
 
 
 class KernelCode(Code):
@@ -137,6 +171,7 @@ class KernelCode(Code):
         self.active: ir.Value = None
         self.fuel: ir.Value = None
         self.reads_clock = False
+        self.cell = cell_bytes(kernel)
         self.left = 0  # instructions of the segment that have not been emitted
         self.seed = self.get("seed", I32)
         self.mask_pointer = self.b.alloca(I32)
@@ -246,7 +281,7 @@ class KernelCode(Code):
             self._wait_for_warp(segment)
         self.active = self.bits(self.mask)
         count = len(segment.instructions) + (segment.end is not None)
-        accesses = sum(i.opcode in ("ld", "st", "atom", "red") for i in segment.instructions)
+        accesses = sum(i.opcode in ACCESSES for i in segment.instructions)
         fuel = b.sub(self.get("fuel", I64), self.i64(1 + accesses + count // 32))
         self.put("fuel", fuel)
         self.fuel = fuel
@@ -297,9 +332,9 @@ class KernelCode(Code):
             self._fork(taken, target, following)
 
     def _trap(self, instr: Instruction, lanes_: ir.Value) -> None:
-        self._fail_where(Fault.TRAP, instr, lanes_)
+        self.fail_where(Fault.TRAP, instr, lanes_)
 
-    def _fail_where(self, fault: int, instr: Instruction, lanes_: ir.Value) -> None:
+    def fail_where(self, fault: int, instr: Instruction, lanes_: ir.Value) -> None:
         """Stop with a fault if there are any ``lanes_``."""
         with self.when(self.b.icmp_unsigned("!=", lanes_, self.i32(0))):
             self.put("fault_code", self.i32(fault))
@@ -334,6 +369,9 @@ class KernelCode(Code):
     def _wait_for_members(self, segment: Segment) -> None:
         b = self.b
         instr = segment.instructions[0]
+        if names_no_lanes(instr):
+            self._wait_for_warp(segment)
+            return
         self._check_membership(instr)
         members = self.fetch(instr.operands[-1], 32, instr)
         missing = b.and_(self.get("live", I32), b.not_(self.mask))
@@ -350,7 +388,7 @@ class KernelCode(Code):
         members = self.fetch(instr.operands[-1], 32, instr)
         own = self.b.and_(members, self.lanes(I32, [1 << lane for lane in range(LANES)]))
         outside = self.bits(self.b.icmp_unsigned("==", own, self.const(own.type, 0)))
-        self._fail_where(Fault.NOT_A_MEMBER, instr, self.b.and_(self.mask, outside))
+        self.fail_where(Fault.NOT_A_MEMBER, instr, self.b.and_(self.mask, outside))
 
     def _wait_for_warp(self, segment: Segment) -> None:
         with self.when(self.b.icmp_unsigned("!=", self.mask, self.get("live", I32))):
@@ -505,6 +543,12 @@ class KernelCode(Code):
         if emit is None:
             raise _unsupported(instr)
         emit(self, instr)
+        if synchronises(instr) and self.cell:
+            call_helper(self, races.synchronise(), self.mask)
+
+    def _cell_of(self, instr: Instruction) -> int:
+        """Cell of the race check for a load or store. Accesses with an order are left out."""
+        return 0 if is_ordered(instr) else self.cell
 
     def _emit_alu(self, instr: Instruction) -> None:
         dests, sources = alu.signature(instr, self.kernel)
@@ -520,7 +564,7 @@ class KernelCode(Code):
         self.instructions.append(instr)
         self.b.ret(self.i32(Status.FAULT))
 
-    def _call(self, name: str, instr: Instruction, lanes_: ir.Value) -> None:
+    def call(self, name: str, instr: Instruction, lanes_: ir.Value) -> None:
         """Call a memory helper for ``lanes_``, of which there must be one."""
         result = call_helper(self, name, lanes_)
         with self.when(self.b.icmp_unsigned("!=", result, self.i32(0))):
@@ -528,13 +572,13 @@ class KernelCode(Code):
 
     def _access(self, name: str, instr: Instruction) -> None:
         if instr.guard is None:
-            self._call(name, instr, self.mask)
+            self.call(name, instr, self.mask)
             return
         some = self._bits_where(instr.guard)
         with self.when(self.b.icmp_unsigned("!=", some, self.i32(0))):
-            self._call(name, instr, some)
+            self.call(name, instr, some)
 
-    def _put_address(self, operand: Operand, instr: Instruction) -> None:
+    def put_address(self, operand: Operand, instr: Instruction) -> None:
         if not isinstance(operand, Address):
             raise PtxError(instr.line, f"{instr.name[:100]}: needs an address in brackets")
         base = operand.base
@@ -563,29 +607,29 @@ class KernelCode(Code):
             space = self.frame.variables[operand.base.index].space
         return make(SPACE_IDS[space]) if space else memory.generic(make(Space.GLOBAL), make)
 
-    def _items(self, operand: Operand, count: int, instr: Instruction) -> tuple[Operand, ...]:
+    def items(self, operand: Operand, count: int, instr: Instruction) -> tuple[Operand, ...]:
         items = operand.items if isinstance(operand, Vector) else (operand,)
         if len(items) != count or isinstance(operand, Vector) != (count > 1):
             raise PtxError(instr.line, f"{instr.name[:100]}: needs {count} values")
         return items
 
-    def _data(self, k: int, size: int, name: str = "data") -> ir.Value:
+    def data(self, k: int, size: int, name: str = "data") -> ir.Value:
         return self.at(self.field(name), k * LANES * size)
 
     def _put_data(self, operand: Operand, form: MemoryForm, instr: Instruction, name: str = "data") -> None:
         type = vec(ir.IntType(8 * form.size))
-        for k, item in enumerate(self._items(operand, form.count, instr)):
+        for k, item in enumerate(self.items(operand, form.count, instr)):
             width = 8 * form.size
             if isinstance(item, Register):
                 width = self.kernel.registers[item.index].width
                 if width < 8 * form.size:
                     raise PtxError(instr.line, f"{instr.name[:100]}: the register is narrower than the type")
             value = self.fetch(item, width, instr)
-            self.store(self.b.trunc(value, type) if width > 8 * form.size else value, self._data(k, form.size, name))
+            self.store(self.b.trunc(value, type) if width > 8 * form.size else value, self.data(k, form.size, name))
 
     def _get_data(self, operand: Operand, form: MemoryForm, instr: Instruction) -> None:
-        for k, item in enumerate(self._items(operand, form.count, instr)):
-            value = self.load(self._data(k, form.size), vec(ir.IntType(8 * form.size)))
+        for k, item in enumerate(self.items(operand, form.count, instr)):
+            value = self.load(self.data(k, form.size), vec(ir.IntType(8 * form.size)))
             self._write_extended(item, value, form, instr)
 
     def _write_extended(self, item: Operand, value: ir.Value, form: MemoryForm, instr: Instruction) -> None:
@@ -598,17 +642,18 @@ class KernelCode(Code):
 
     def emit_load(self, instr: Instruction) -> None:
         form = memory_form(instr)
-        dest, address = _operands(instr, 2 + form.hint)[:2]
+        dest, address = operands(instr, 2 + form.hint)[:2]
         if form.space == "param" and isinstance(address, Address) and isinstance(address.base, Symbol):
             self._load_param(dest, address, form, instr)
             return
-        self._put_address(address, instr)
+        self.put_address(address, instr)
         # NVVM widens loads over gaps: elements that nobody reads beside others need not have been written.
-        items = self._items(dest, form.count, instr)
+        items = self.items(dest, form.count, instr)
         needed = tuple(isinstance(i, Register) and i.index in self.registers.read for i in items)
         if not any(needed):
             needed = (True,) * form.count
-        helper = self._helper(form.space, address, lambda s: memory.load(s, form.size, needed))
+        cell = self._cell_of(instr)
+        helper = self._helper(form.space, address, lambda s: memory.load(s, form.size, needed, cell))
         self._access(helper, instr)
         self._get_data(dest, form, instr)
         if form.space in ("", "global"):
@@ -630,35 +675,78 @@ class KernelCode(Code):
         if at < 0 or at + form.bytes > self.frame.param_bytes or at % form.bytes:
             raise PtxError(instr.line, f"{instr.name[:100]}: outside the parameters or misaligned")
         pointer = self.at(self.get("param_host", PTR), at)
-        for k, item in enumerate(self._items(dest, form.count, instr)):
+        for k, item in enumerate(self.items(dest, form.count, instr)):
             value = self.load(self.at(pointer, k * form.size), ir.IntType(8 * form.size))
             self._write_extended(item, self.splat(value), form, instr)
 
     def emit_store(self, instr: Instruction) -> None:
         form = memory_form(instr)
-        address, source = _operands(instr, 2 + form.hint)[:2]
-        self._put_address(address, instr)
+        address, source = operands(instr, 2 + form.hint)[:2]
+        self.put_address(address, instr)
         self._put_data(source, form, instr)
-        self._access(self._helper(form.space, address, lambda s: memory.store(s, form.size, form.count)), instr)
+        cell = self._cell_of(instr)
+        self._access(self._helper(form.space, address, lambda s: memory.store(s, form.size, form.count, cell)), instr)
         if form.space in ("", "global"):
             self._end_loads()
 
     def emit_atomic(self, instr: Instruction) -> None:
         form: AtomForm = atom_form(instr)
         returns = instr.opcode == "atom"
-        operands = _operands(instr, returns + 2 + (form.operation == "cas") + form.hint)
-        address, source = operands[returns : returns + 2]
-        self._put_address(address, instr)
+        given = operands(instr, returns + 2 + (form.operation == "cas") + form.hint)
+        address, source = given[returns : returns + 2]
+        self.put_address(address, instr)
         self._put_data(source, form, instr)
         if form.operation == "cas":
-            self._put_data(operands[returns + 2], form, instr, "data2")
+            self._put_data(given[returns + 2], form, instr, "data2")
         helper = self._helper(form.space, address, lambda s: atomics.atomic(s, form))
         self._access(helper, instr)
         if returns:
-            self._get_data(operands[0], form, instr)
+            self._get_data(given[0], form, instr)
+
+    def emit_copy(self, instr: Instruction) -> None:
+        if instr.modifiers[:2] == ("async", "commit_group"):
+            self._only_group(instr, 0)
+            groups = self.get("copies_groups", vec(I32))
+            self.put("copies_groups", self.b.add(groups, self.b.zext(self._where_active(instr), groups.type)))
+            return
+        if instr.modifiers[:2] in (("async", "wait_group"), ("async", "wait_all")):
+            newest: int | None = None
+            if instr.modifiers[1] == "wait_group":
+                (count,) = self._only_group(instr, 1)
+                if not isinstance(count, Immediate) or not 0 <= count.value < 1 << 16:
+                    raise PtxError(instr.line, f"{instr.name[:100]}: the number of groups must be a small constant")
+                newest = count.value
+            else:
+                self._only_group(instr, 0)
+                groups = self.get("copies_groups", vec(I32))
+                self.put("copies_groups", self.b.add(groups, self.b.zext(self._where_active(instr), groups.type)))
+            self._access(copies.wait(newest, self.cell), instr)
+            return
+        size, sized, hint = copy_size(instr)
+        to, source = operands(instr, 3 + sized + hint)[:2]
+        self.put_address(to, instr)
+        self.put("data2", self.get("address", vec(I64)))
+        read = self.fetch(instr.operands[3], 32, instr) if sized else self.const(vec(I32), size)
+        self.store(read, self.field("data"))
+        self.put_address(source, instr)
+        self._access(copies.issue(size, self.cell), instr)
+
+    def _only_group(self, instr: Instruction, count: int) -> tuple[Operand, ...]:
+        if len(instr.modifiers) != 2:
+            raise _unsupported(instr)
+        return operands(instr, count)
+
+    def _where_active(self, instr: Instruction) -> ir.Value:
+        """``<32 x i1>``: the lanes that execute ``instr``."""
+        return self.active if instr.guard is None else self.bits(self._bits_where(instr.guard))
+
+    def emit_matrix(self, instr: Instruction) -> None:
+        {"ldmatrix": matrix.emit_load_matrix, "stmatrix": matrix.emit_store_matrix, "mma": matrix.emit_mma}[
+            instr.opcode
+        ](self, instr)
 
     def emit_cvta(self, instr: Instruction) -> None:
-        dest, source = _operands(instr, 2)
+        dest, source = operands(instr, 2)
         left = list(instr.modifiers)
         to = left[:1] == ["to"]
         left = left[to:]
@@ -678,7 +766,7 @@ class KernelCode(Code):
         self.write(dest, value, instr)
 
     def emit_isspacep(self, instr: Instruction) -> None:
-        dest, source = _operands(instr, 2)
+        dest, source = operands(instr, 2)
         space = instr.modifiers[0].removesuffix("::cta") if len(instr.modifiers) == 1 else ""
         if space not in ("global", "shared", "local"):
             raise _unsupported(instr)
@@ -702,7 +790,7 @@ class KernelCode(Code):
     def emit_activemask(self, instr: Instruction) -> None:
         if instr.modifiers != ("b32",):
             raise _unsupported(instr)
-        self.write(_operands(instr, 1)[0], self.splat(self.mask), instr)
+        self.write(operands(instr, 1)[0], self.splat(self.mask), instr)
 
     def emit_collective(self, instr: Instruction) -> None:
         collectives.emit(self, instr)
@@ -712,7 +800,7 @@ class KernelCode(Code):
             raise _unsupported(instr)  # a barrier always begins its own segment
         if instr.modifiers != ("warp", "sync"):
             raise _unsupported(instr)
-        _operands(instr, 1)
+        operands(instr, 1)
 
     def emit_barrier_result(self, instr: Instruction) -> None:
         value = self.get("barrier_value", I32)
@@ -727,6 +815,7 @@ _EMIT: dict[str, Callable[[KernelCode, Instruction], None]] = {
     "st": KernelCode.emit_store,
     "atom": KernelCode.emit_atomic,
     "red": KernelCode.emit_atomic,
+    "cp": KernelCode.emit_copy,
     "cvta": KernelCode.emit_cvta,
     "isspacep": KernelCode.emit_isspacep,
     "activemask": KernelCode.emit_activemask,
@@ -735,6 +824,7 @@ _EMIT: dict[str, Callable[[KernelCode, Instruction], None]] = {
     "bar": KernelCode.emit_barrier,
     RESULT: KernelCode.emit_barrier_result,
 }
+_EMIT |= dict.fromkeys(("ldmatrix", "stmatrix", "mma"), KernelCode.emit_matrix)
 _EMIT |= dict.fromkeys(("shfl", "vote", "match", "redux", "elect"), KernelCode.emit_collective)
 _EMIT |= dict.fromkeys(
     ("membar", "fence", "griddepcontrol", "prefetch", "prefetchu", "setmaxnreg"), KernelCode.emit_no_op
@@ -748,12 +838,6 @@ def _unsupported(instr: Instruction, why: str = "") -> Unsupported:
 def _only(instr: Instruction, known: set[str]) -> None:
     if set(instr.modifiers) - known:
         raise _unsupported(instr)
-
-
-def _operands(instr: Instruction, count: int) -> tuple[Operand, ...]:
-    if len(instr.operands) != count:
-        raise PtxError(instr.line, f"{instr.name[:100]}: {count} operands expected, {len(instr.operands)} given")
-    return instr.operands
 
 
 def _barrier_form(instr: Instruction) -> tuple[int, tuple[Operand, ...]]:
@@ -805,5 +889,12 @@ def generate(module: ir.Module, symbol: str, kernel: Kernel, module_variables: S
     _emit_entry(ir.Function(module, ir.FunctionType(I64, [PTR, I64]), symbol), function)
     waits = tuple(s.instructions[0] if s.head != "plain" else None for s in code.segments)
     return Generated(
-        symbol, frame, tuple(code.instructions), waits, SLOTS + code.registers.slot_bytes, code.reads_clock
+        symbol,
+        frame,
+        tuple(code.instructions),
+        waits,
+        SLOTS + code.registers.slot_bytes,
+        code.reads_clock,
+        code.cell,
+        any(i.opcode == "cp" for b in kernel.blocks for i in b.instructions),
     )

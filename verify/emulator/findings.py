@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kernelmill.verify.emulator.interface import Buffer, Finding
+from kernelmill.verify.emulator.interface import Buffer, Finding, Unsupported
 from kernelmill.verify.emulator.machine import Stop
 from kernelmill.verify.emulator.state import (
     ACCESS_FAULTS,
     FAULTS,
+    MAX_COPIES,
+    RACES,
     REGION_SHIFT,
     SHARED_BASE,
     SPACES,
+    Fault,
     Space,
     region_base,
 )
@@ -45,7 +48,8 @@ _WHAT = {
     "touched": "a store to memory that must not change",
     "uninitialised": "a read of bytes that nobody wrote",
     "trap": "the kernel executed a trap",
-    "divergent_barrier": "a lane executes this although the member mask does not name it",
+    "divergent_barrier": "not all lanes that must execute this together do, or a member mask does not name one",
+    "missing_wait": "an access to bytes that a cp.async may still be writing",
 }
 
 
@@ -60,16 +64,23 @@ def finding_of(stop: Stop, kernel: str, places: dict[int, Place]) -> Finding:
             | ({"line": where.line, "instruction": where.text} if where else {})
         )
     head = stop.cta.head[stop.warp]
-    code = FAULTS[int(head["fault_code"])]
+    fault = int(head["fault_code"])
+    if fault == Fault.COPIES_FULL:
+        raise Unsupported(f"more than {MAX_COPIES} cp.async of one warp in flight")
+    code = FAULTS[fault]
+    what = _WHAT.get(code, "")
+    if fault in RACES:
+        now, before = RACES[fault]
+        what = f"{now} bytes that warp {int(head['fault_other'])} has {before}, with no barrier between the two"
     instr = stop.cta.grid.generated.instructions[int(head["fault_instr"])]
     fields = base | {
         "code": code,
         "lane": int(head["fault_lane"]),
         "line": instr.line,
         "instruction": instr.text,
-        "message": _WHAT[code],
+        "message": what,
     }
-    if int(head["fault_code"]) not in ACCESS_FAULTS:
+    if fault not in ACCESS_FAULTS:
         return Finding.model_validate(fields)
     address = int(head["fault_address"])
     space = int(head["fault_space"])
@@ -78,16 +89,16 @@ def finding_of(stop: Stop, kernel: str, places: dict[int, Place]) -> Finding:
         number = address >> REGION_SHIFT
         place = places.get(number)
         if place is None:
-            fields["message"] = f"{_WHAT[code]}: the address is no tensor's"
+            fields["message"] = f"{what}: the address is no tensor's"
         else:
             offset = address - region_base(number)
             fields["space"] = place.space
-            message = f"{_WHAT[code]}: byte {offset} of {place.name}"
+            message = f"{what}: byte {offset} of {place.name}"
             fields["message"] = message
             if place.buffer is not None:
                 fields["message"] = f"{message}, which has {place.buffer.data.size} bytes"
                 fields |= {"tensor": place.buffer.name, "index": index_of(place.buffer, offset)}
     elif space == Space.SHARED:
         size = stop.cta.grid.shared
-        fields["message"] = f"{_WHAT[code]}: byte {address - SHARED_BASE} of {size} bytes of shared memory"
+        fields["message"] = f"{what}: byte {address - SHARED_BASE} of {size} bytes of shared memory"
     return Finding.model_validate(fields)

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kernelmill.verify.emulator.interface import Unsupported
-from kernelmill.verify.emulator.ir import Instruction, PtxError
+from kernelmill.verify.emulator.ir import Immediate, Instruction, Operand, PtxError
 from kernelmill.verify.emulator.state import MAX_ACCESS
 
 SCOPES = frozenset({"cta", "cluster", "gpu", "sys"})
@@ -75,6 +75,41 @@ def _common(instr: Instruction, left: list[str], known: Collection[str]) -> tupl
             continue
         left.remove(modifier)
     return space, count, hint
+
+
+def operands(instr: Instruction, count: int) -> tuple[Operand, ...]:
+    """The operands. Raises PtxError when they are not ``count``."""
+    if len(instr.operands) != count:
+        raise PtxError(instr.line, f"{instr.name[:100]}: {count} operands expected, {len(instr.operands)} given")
+    return instr.operands
+
+
+def is_ordered(instr: Instruction) -> bool:
+    """Whether a load or store is strong: meant to be seen by, or to see, others without a barrier."""
+    return bool((_ORDERS - {"weak"}) & set(instr.modifiers))
+
+
+def synchronises(instr: Instruction) -> bool:
+    """Whether it orders the accesses before and after it for other warps."""
+    if instr.opcode == "fence":
+        return instr.modifiers[:1] != ("proxy",)
+    return instr.opcode == "membar" or bool({"acquire", "release", "acq_rel"} & set(instr.modifiers))
+
+
+def copy_size(instr: Instruction) -> tuple[int, bool, bool]:
+    """Of a ``cp.async``: bytes, whether a register says how many of them are read, whether a cache policy follows.
+    Raises Unsupported for other copies, PtxError for a bad size."""
+    kind, left = instr.modifiers[:3], list(instr.modifiers[3:])
+    if kind[:1] != ("async",) or kind[1:2] not in (("ca",), ("cg",)) or kind[2:] not in (("shared",), ("shared::cta",)):
+        raise _unsupported(instr)
+    hint = HINT in left
+    left = [m for m in left if m != HINT and not (m.startswith("L2::") and m in _CACHE)]
+    if left != ["global"]:
+        raise _unsupported(instr)
+    size = instr.operands[2] if len(instr.operands) > 2 else None
+    if not isinstance(size, Immediate) or size.value not in ((16,) if kind[1] == "cg" else (4, 8, 16)):
+        raise PtxError(instr.line, f"{instr.name[:100]}: the size must be 16, or 4 or 8 with .ca")
+    return size.value, len(instr.operands) == 4 + hint, hint
 
 
 def memory_form(instr: Instruction) -> MemoryForm:

@@ -14,6 +14,10 @@ Approx = Literal["nominal", "perturbed"]
 deterministic pseudo-random amount within the error that the PTX ISA documents for them."""
 
 
+Copies = Literal["eager", "late", "random"]
+"""When the bytes of ``cp.async`` arrive: at once, when they are waited for, or either by a pseudo-random choice."""
+
+
 @dataclass
 class Buffer:
     """Device memory of one tensor. ``data`` (uint8, guard bands not included) is changed in place by a run.
@@ -45,6 +49,8 @@ class Finding(Frozen):
         "livelock",
         "touched",
         "trap",
+        "missing_wait",
+        "race",
     ]
     kernel: str
     cta: tuple[int, int, int]

@@ -19,10 +19,12 @@ from functools import cached_property
 
 import numpy as np
 
+from kernelmill.verify.emulator import copies
+from kernelmill.verify.emulator.clocks import Clocks
 from kernelmill.verify.emulator.codegen import Generated
 from kernelmill.verify.emulator.interface import Unsupported
 from kernelmill.verify.emulator.ir import Instruction
-from kernelmill.verify.emulator.state import LANES, OFFSET, SLOTS, WARP, BarrierKind, Status
+from kernelmill.verify.emulator.state import COPY, LANES, MAX_COPIES, OFFSET, SLOTS, WARP, BarrierKind, Status
 
 Dim3 = tuple[int, int, int]
 WarpFunction = Callable[[int, int], int]
@@ -67,6 +69,8 @@ class Grid:
     regions: tuple[int, int]
     params: int
     seed: int
+    copies: str
+    """When asynchronous copies arrive (:data:`.copies.MODES`)."""
 
     @cached_property
     def threads(self) -> int:
@@ -88,7 +92,9 @@ class Grid:
     def cta_bytes(self) -> int:
         """Host memory of one resident CTA."""
         local = self.generated.frame.local * LANES * self.warps
-        return self.warps * self.generated.context_bytes + 2 * self.shared + 2 * local
+        copies = self.warps * MAX_COPIES * COPY.itemsize if self.generated.copies else 0
+        stamps = Clocks.bytes(self.warps, self.shared, self.generated.cell)
+        return self.warps * self.generated.context_bytes + 2 * self.shared + 2 * local + copies + stamps
 
     def template(self) -> np.ndarray:
         """The contexts of a CTA at its start, bytes of shape (warps, context); what differs by CTA is zero."""
@@ -113,6 +119,9 @@ class Grid:
         head["param_host"] = self.params
         head["shared_size"] = self.shared
         head["local_size"] = self.generated.frame.local
+        head["race_warp"] = np.arange(self.warps)
+        head["copies_mode"] = copies.MODES.index(self.copies)
+        head["copies_random"] = np.arange(self.warps) * 0x9E3779B1 + self.seed & 0xFFFFFFFF
         return raw
 
 
@@ -137,6 +146,8 @@ class Barrier:
     waiting: list[int] = field(default_factory=list)
     values: list[int] = field(default_factory=list)
     kind: int = BarrierKind.SYNC
+    published: np.ndarray | None = None
+    """What the arrived warps know of each other's doings (see :mod:`.clocks`)."""
 
 
 class Cta:
@@ -157,6 +168,12 @@ class Cta:
         frames = np.arange(grid.warps, dtype=np.uint64) * np.uint64(size // grid.warps)
         head["local_host"] = frames + np.uint64(self.local.ctypes.data)
         head["local_shadow"] = frames + np.uint64(self.local.ctypes.data + size)
+        if grid.generated.copies:
+            self.copies = _aligned(grid.warps * MAX_COPIES * COPY.itemsize)
+            ring = np.arange(grid.warps, dtype=np.uint64) * np.uint64(MAX_COPIES * COPY.itemsize)
+            head["copies"] = ring + np.uint64(self.copies.ctypes.data)
+        self.clocks = Clocks(grid.warps, grid.shared, grid.generated.cell)
+        self.clocks.describe(head)
 
     def start(self, index: int) -> None:
         """Become CTA number ``index`` (x fastest)."""
@@ -168,6 +185,7 @@ class Cta:
             self.head[f"ctaid.{name}"] = self.coordinates[d]
         self.head["smid"] = index % SMS
         self.shared[grid.shared :] = 0
+        self.clocks.restart(self.head)
         self.local[self.local.size // 2 :] = 0
         self.state = [READY] * grid.warps
         self.ready = grid.warps
@@ -198,6 +216,7 @@ class Cta:
             reason = f"barrier {number} is reached with {threads} threads and with {barrier.threads} (0: all)"
             raise Stop(self, warp, "divergent_barrier", reason)
         barrier.arrived += 1
+        barrier.published = self.clocks.publish(self.head, warp, barrier.published)
         if kind != BarrierKind.ARRIVE:
             barrier.waiting.append(warp)
             self.state[warp] = WAITING
@@ -219,12 +238,14 @@ class Cta:
             values = barrier.values
             total = {BarrierKind.RED_POPC: sum(values), BarrierKind.RED_AND: min(values)}.get(barrier.kind, max(values))
             self.head["barrier_value"][barrier.waiting] = total
+        self.clocks.learn(self.head, barrier.waiting, barrier.published, whole=not barrier.threads)
         for warp in barrier.waiting:
             self.state[warp] = READY
         self.ready += len(barrier.waiting)
 
     def exit(self, warp: int) -> None:
         self.state[warp] = EXITED
+        self.clocks.leave(self.head, warp)
         self.ready -= 1
         self.alive -= 1
         if self.alive:

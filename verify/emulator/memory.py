@@ -10,22 +10,27 @@ it is translated to a host address. Addresses that are one dense run, or all the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from llvmlite import ir
 
+from kernelmill.verify.emulator import races
 from kernelmill.verify.emulator.native import I8, I32, I64, PTR, Code, call_helper, need, vec
+from kernelmill.verify.emulator.races import Access
 from kernelmill.verify.emulator.state import (
     LANES,
     LOCAL_BASE,
     LOCAL_WINDOW,
+    PENDING,
     REGION_FIELD,
     REGION_SHIFT,
     SHARED_BASE,
     SHARED_WINDOW,
     SPACES,
+    WRITTEN,
     Fault,
     Space,
 )
@@ -74,7 +79,7 @@ def _row(code: Code, space: int, address: ir.Value, lane: ir.Value) -> Row:
     return Row(code.i64(LOCAL_BASE), size, host, shadow)
 
 
-def _fault(code: Code, space: int, fault: int, lane: ir.Value, address: ir.Value) -> None:
+def fail(code: Code, space: int, fault: int, lane: ir.Value, address: ir.Value) -> None:
     code.put("fault_code", code.i32(fault))
     code.put("fault_space", code.i32(space))
     code.put("fault_lane", lane)
@@ -82,7 +87,7 @@ def _fault(code: Code, space: int, fault: int, lane: ir.Value, address: ir.Value
     code.b.ret(code.i32(fault))
 
 
-def _lane_address(code: Code, lane: ir.Value) -> ir.Value:
+def lane_address(code: Code, lane: ir.Value) -> ir.Value:
     return code.load(code.lane_at(code.field("address"), lane, 8), I64)
 
 
@@ -95,7 +100,7 @@ def check_access(code: Code, space: int, mask: ir.Value, width: int, reads: bool
     b = code.b
     wide = vec(I64)
     first = code.lowest(mask)
-    start = _lane_address(code, first)
+    start = lane_address(code, first)
     active = code.bits(mask)
     address = b.select(active, code.get("address", wide), code.splat(start))
     row = _row(code, space, start, first)
@@ -141,18 +146,18 @@ def check_access(code: Code, space: int, mask: ir.Value, width: int, reads: bool
     b.position_at_end(general)
     unit = b.lshr(address, code.const(wide, SECTOR))
     with code.each_lane(mask) as lane:
-        here = _lane_address(code, lane)
+        here = lane_address(code, lane)
         row = _row(code, space, here, lane)
         with code.when(b.icmp_unsigned("!=", b.and_(here, code.i64(width - 1)), code.i64(0))):
-            _fault(code, space, Fault.MISALIGNED, lane, here)
+            fail(code, space, Fault.MISALIGNED, lane, here)
         off = b.sub(here, row.base)
         small = b.icmp_unsigned("<", row.size, code.i64(width))
         beyond = b.icmp_unsigned(">", off, b.sub(row.size, code.i64(width)))
         with code.when(b.or_(small, beyond)):
-            _fault(code, space, Fault.OUT_OF_BOUNDS, lane, here)
+            fail(code, space, Fault.OUT_OF_BOUNDS, lane, here)
         if writes and row.writable is not None:
             with code.when(b.icmp_unsigned("==", row.writable, code.i64(0))):
-                _fault(code, space, Fault.TOUCHED, lane, here)
+                fail(code, space, Fault.TOUCHED, lane, here)
         code.store(b.add(off, row.host), code.lane_at(code.field("host"), lane, 8))
         code.store(b.add(off, row.shadow), code.lane_at(code.field("shadow"), lane, 8))
         if row.counters is not None:
@@ -243,22 +248,33 @@ def _count_conflicts(code: Code, address: ir.Value, mask: ir.Value, width: int) 
         code.bump(code.field("shared_cycles"), b.zext(code.load(most, I32), I64))
 
 
-def host_pointer(code: Code, lane: ir.Value) -> ir.Value:
-    """Host address of a lane's checked access."""
-    return _pointer(code, "host", lane)
-
-
-def _pointer(code: Code, name: str, lane: ir.Value) -> ir.Value:
+def pointer_of(code: Code, name: str, lane: ir.Value) -> ir.Value:
+    """What the field ``host`` or ``shadow`` says of a lane's checked access."""
     return code.load(code.lane_at(code.field(name), lane, 8), PTR)
 
 
 def require_initialised(code: Code, space: int, lane: ir.Value, pattern: bytes) -> None:
-    """Emit the fault for a lane whose checked access has a byte that nobody wrote, where ``pattern`` is 1."""
+    """Emit the fault for a lane whose checked access has a byte that nobody wrote, or that a copy may still write,
+    where ``pattern`` is 1."""
     flags = ir.IntType(8 * len(pattern))
     wanted = code.const(flags, int.from_bytes(pattern, "little"))
-    value = code.load(_pointer(code, "shadow", lane), flags)
+    value = code.load(pointer_of(code, "shadow", lane), flags)
+    if space == Space.SHARED:
+        _require_waited(code, lane, value, pattern)
     with code.when(code.b.icmp_unsigned("!=", code.b.and_(value, wanted), wanted)):
-        _fault(code, space, Fault.UNINITIALISED, lane, _lane_address(code, lane))
+        fail(code, space, Fault.UNINITIALISED, lane, lane_address(code, lane))
+
+
+def _require_waited(code: Code, lane: ir.Value, flags: ir.Value, pattern: bytes) -> None:
+    pending = code.const(flags.type, PENDING * int.from_bytes(pattern, "little"))
+    with code.when(code.b.icmp_unsigned("!=", code.b.and_(flags, pending), code.const(flags.type, 0))):
+        fail(code, Space.SHARED, Fault.MISSING_WAIT, lane, lane_address(code, lane))
+
+
+def require_waited(code: Code, lane: ir.Value, width: int) -> None:
+    """Emit the fault for a lane whose checked shared access has a byte that a copy may still write."""
+    flags = code.load(pointer_of(code, "shadow", lane), ir.IntType(8 * width))
+    _require_waited(code, lane, flags, b"\1" * width)
 
 
 def _element(code: Code, name: str, k: int, size: int) -> ir.Value:
@@ -266,40 +282,62 @@ def _element(code: Code, name: str, k: int, size: int) -> ir.Value:
     return code.at(code.field(name), k * LANES * size)
 
 
-def load(space: int, size: int, needed: tuple[bool, ...]) -> str:
+def load(space: int, size: int, needed: tuple[bool, ...], cell: int) -> str:
     """The helper that reads ``len(needed)`` elements of ``size`` bytes per active lane. Elements that are not needed
-    may be uninitialised."""
+    may be uninitialised. ``cell``: bytes per cell of the race check in shared memory, 0 for none."""
     count = len(needed)
     width = size * count
     element = ir.IntType(8 * size)
     pattern = b"".join(bytes([n] * size) for n in needed)
+    track = space == Space.SHARED and cell > 0
 
-    def emit(code: Code) -> None:
-        b, mask = code.b, code.function.args[1]
-        shape = check_access(code, space, mask, width, reads=True, writes=False)
-        dense, uniform, general = code.block("dense"), code.block("uniform"), code.block("general")
-        switch = b.switch(shape, general)
-        switch.add_case(code.i32(DENSE), dense)
-        switch.add_case(code.i32(UNIFORM), uniform)
+    def note_lane(code: Code, lane: ir.Value) -> None:
+        if not track:
+            return
+        if all(needed):
+            races.note(code, Access(cell, width, 1, lane), writes=False)
+            return
+        for k in range(count):
+            if needed[k]:
+                races.note(code, Access(cell, size, 1, lane, skip=k * size), writes=False)
 
-        b.position_at_end(dense)
-        pointer = _pointer(code, "host", code.i32(0))
-        flags = code.load(_pointer(code, "shadow", code.i32(0)), vec(I64, LANES * width // 8))
+    def load_run(code: Code, general: ir.Block) -> None:
+        """All lanes, one behind the other; goes to ``general`` where a byte must not be read."""
+        b = code.b
+        pointer = pointer_of(code, "host", code.i32(0))
+        flags = code.load(pointer_of(code, "shadow", code.i32(0)), vec(I64, LANES * width // 8))
         wanted = code.lanes(I64, np.frombuffer(pattern * LANES, dtype="<u8").tolist())
-        unset = b.icmp_unsigned("!=", b.and_(flags, wanted), wanted)
+        either = bytes(flag * (WRITTEN | PENDING if space == Space.SHARED else WRITTEN) for flag in pattern)
+        asked = code.lanes(I64, np.frombuffer(either * LANES, dtype="<u8").tolist())
+        unset = b.icmp_unsigned("!=", b.and_(flags, asked), wanted)
         move = code.block("move")
         b.cbranch(code.any_bit(unset), general, move)
         b.position_at_end(move)
+        if track:
+            races.note(code, Access(cell, width, LANES, code.i32(0)), writes=False)
         everything = code.load(pointer, vec(element, LANES * count))
         for k in range(count):
             pick = code.lanes(I32, range(k, LANES * count, count))
             code.store(b.shuffle_vector(everything, everything, pick), _element(code, "data", k, size))
         b.ret(code.i32(0))
 
+    def emit(code: Code) -> None:
+        b, mask = code.b, code.function.args[1]
+        shape = check_access(code, space, mask, width, reads=True, writes=False)
+        uniform, general = code.block("uniform"), code.block("general")
+        switch = b.switch(shape, general)
+        switch.add_case(code.i32(UNIFORM), uniform)
+        if all(needed) or not track:
+            dense = code.block("dense")
+            switch.add_case(code.i32(DENSE), dense)
+            b.position_at_end(dense)
+            load_run(code, general)
+
         b.position_at_end(uniform)
         lane = code.lowest(mask)
         require_initialised(code, space, lane, pattern)
-        pointer = _pointer(code, "host", lane)
+        note_lane(code, lane)
+        pointer = pointer_of(code, "host", lane)
         for k in range(count):
             value = code.splat(code.load(code.at(pointer, k * size), element))
             place = _element(code, "data", k, size)
@@ -309,14 +347,19 @@ def load(space: int, size: int, needed: tuple[bool, ...]) -> str:
         b.position_at_end(general)
         with code.each_lane(mask) as lane:
             require_initialised(code, space, lane, pattern)
-            pointer = _pointer(code, "host", lane)
+            note_lane(code, lane)
+            pointer = pointer_of(code, "host", lane)
             for k in range(count):
                 value = code.load(code.at(pointer, k * size), element)
                 code.store(value, code.lane_at(_element(code, "data", k, size), lane, size))
         b.ret(code.i32(0))
 
     digits = "".join(str(int(n)) for n in needed)
-    return need(f"km.ld.{SPACES[space]}.{size}x{digits}", emit)
+    return need(f"km.ld.{SPACES[space]}.{size}x{digits}{_tracked(space, cell)}", emit)
+
+
+def _tracked(space: int, cell: int) -> str:
+    return f".c{cell}" if space == Space.SHARED else ""
 
 
 def _interleave(code: Code, parts: Sequence[ir.Value]) -> ir.Value:
@@ -328,10 +371,12 @@ def _interleave(code: Code, parts: Sequence[ir.Value]) -> ir.Value:
     return code.b.shuffle_vector(evens, odds, code.lanes(I32, [i // 2 + n * (i % 2) for i in range(2 * n)]))
 
 
-def store(space: int, size: int, count: int) -> str:
-    """The helper that writes ``count`` elements of ``size`` bytes per active lane; the highest lane wins."""
+def store(space: int, size: int, count: int, cell: int) -> str:
+    """The helper that writes ``count`` elements of ``size`` bytes per active lane; the highest lane wins. ``cell``:
+    see :func:`load`."""
     width = size * count
     element = ir.IntType(8 * size)
+    track = space == Space.SHARED and cell > 0
 
     def emit(code: Code) -> None:
         b, mask = code.b, code.function.args[1]
@@ -341,23 +386,48 @@ def store(space: int, size: int, count: int) -> str:
         b.cbranch(b.icmp_unsigned("==", pattern, code.i32(DENSE)), dense, general)
 
         b.position_at_end(dense)
+        if space == Space.SHARED:
+            flags = code.load(pointer_of(code, "shadow", code.i32(0)), vec(I64, LANES * width // 8))
+            pending = b.and_(flags, code.const(flags.type, PENDING * 0x0101010101010101))
+            free = code.block("free")
+            b.cbranch(code.any_bit(pending), general, free)
+            b.position_at_end(free)
+        if track:
+            access = Access(cell, width, LANES, code.i32(0))
+            sure = code.block("sure")
+            b.cbranch(races.doubt(code, access, writes=True), general, sure)
+            b.position_at_end(sure)
+            races.mark(code, access, writes=True)
         parts = [code.load(_element(code, "data", k, size), vec(element)) for k in range(count)]
-        code.store(_interleave(code, parts), _pointer(code, "host", code.i32(0)))
+        code.store(_interleave(code, parts), pointer_of(code, "host", code.i32(0)))
         written = code.const(vec(I64, LANES * width // 8), 0x0101010101010101)
-        code.store(written, _pointer(code, "shadow", code.i32(0)))
+        code.store(written, pointer_of(code, "shadow", code.i32(0)))
         b.ret(code.i32(0))
 
         b.position_at_end(general)
         with code.each_lane(mask) as lane:
-            pointer = _pointer(code, "host", lane)
-            for k in range(count):
-                value = code.load(code.lane_at(_element(code, "data", k, size), lane, size), element)
+            if space == Space.SHARED:
+                require_waited(code, lane, width)
+            pointer = pointer_of(code, "host", lane)
+            values = [
+                code.load(code.lane_at(_element(code, "data", k, size), lane, size), element) for k in range(count)
+            ]
+            if track:
+                there = [code.load(code.at(pointer, k * size), element) for k in range(count)]
+                changes = functools.reduce(
+                    b.or_, (b.icmp_unsigned("!=", *pair) for pair in zip(values, there, strict=True))
+                )
+                unset = code.load(pointer_of(code, "shadow", lane), ir.IntType(8 * width))
+                unset = b.icmp_unsigned("!=", unset, code.const(unset.type, int("01" * width, 16)))
+                with code.when(b.or_(changes, unset)):
+                    races.note(code, Access(cell, width, 1, lane), writes=True)
+            for k, value in enumerate(values):
                 code.store(value, code.at(pointer, k * size))
             flags = code.const(ir.IntType(8 * width), int("01" * width, 16))
-            code.store(flags, _pointer(code, "shadow", lane))
+            code.store(flags, pointer_of(code, "shadow", lane))
         b.ret(code.i32(0))
 
-    return need(f"km.st.{SPACES[space]}.{size}x{count}", emit)
+    return need(f"km.st.{SPACES[space]}.{size}x{count}{_tracked(space, cell)}", emit)
 
 
 def generic(name: str, make: Callable[[int], str]) -> str:

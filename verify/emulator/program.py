@@ -15,6 +15,7 @@ from kernelmill.verify.emulator.findings import Place, finding_of
 from kernelmill.verify.emulator.interface import (
     Approx,
     Buffer,
+    Copies,
     KernelCounters,
     PlanError,
     Result,
@@ -44,12 +45,21 @@ class Program:
     native: Native
 
     def run(
-        self, plan: LaunchPlan, buffers: list[Buffer], *, order: int, approx: Approx, seed: int, max_seconds: float
+        self,
+        plan: LaunchPlan,
+        buffers: list[Buffer],
+        *,
+        order: int,
+        approx: Approx,
+        seed: int,
+        max_seconds: float,
+        copies: Copies = "late",
     ) -> Result:
         """Run the launches of ``plan`` one after another on ``buffers``, in place.
 
         ``order``: 0 ascending, 1 descending with preemption (see :mod:`.machine`). ``seed`` drives preemption and
-        perturbed arithmetic. A run that takes more than ``max_seconds`` ends in a ``livelock`` finding.
+        perturbed arithmetic. ``copies``: when asynchronous copies arrive. A run that takes more than ``max_seconds``
+        ends in a ``livelock`` finding.
         Raises PlanError when plan, module and buffers do not fit together, Unsupported for clusters.
         """
         started = time.monotonic()
@@ -69,6 +79,7 @@ class Program:
                 regions=(int(memory.table.ctypes.data), len(memory.table)),
                 params=params,
                 seed=arithmetic,
+                copies=copies,
             )
             machine = Machine(grid, order, seed + number, started + max_seconds)
             try:
@@ -208,5 +219,5 @@ def preload() -> None:
     """Make the helpers that most kernels use, once in a process that forks children which :func:`compile`."""
     for space in (Space.GLOBAL, Space.SHARED):
         for size, count in ((4, 1), (4, 4)):
-            memory.load(space, size, (True,) * count)
-            memory.store(space, size, count)
+            memory.load(space, size, (True,) * count, cell=4)
+            memory.store(space, size, count, cell=4)

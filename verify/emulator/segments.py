@@ -19,7 +19,10 @@ COLLECTIVES = frozenset({"shfl", "vote", "match", "redux", "elect"})
 """Instructions with ``.sync`` that wait for the lanes of a member mask; ``bar.warp.sync`` is another."""
 BARRIERS = frozenset({"bar", "barrier"})
 ENDS = frozenset({"bra", "brx", "ret", "exit", "trap"})
-MEMORY = frozenset({"ld", "ldu", "st", "atom", "red"})
+MATRIX = frozenset({"ldmatrix", "stmatrix", "mma"})
+"""Instructions of the whole warp that have no member mask."""
+ACCESSES = frozenset({"ld", "st", "atom", "red", "cp", "ldmatrix", "stmatrix"})
+MEMORY = ACCESSES | {"ldu"}
 RESULT = "bar.result"
 """Pseudo opcode after ``bar.red``: fetches what the barrier computed."""
 
@@ -34,6 +37,8 @@ _DESTINATIONS = {
     "isspacep": 1,
     "createpolicy": 1,
     "elect": 2,
+    "ldmatrix": 1,
+    "mma": 1,
     RESULT: 1,
 }
 
@@ -44,7 +49,12 @@ def is_warp_barrier(instr: Instruction) -> bool:
 
 def waits_for_lanes(instr: Instruction) -> bool:
     """Whether the instruction acts only when the lanes of its member mask have all come."""
-    return is_warp_barrier(instr) or (instr.opcode in COLLECTIVES and "sync" in instr.modifiers)
+    return is_warp_barrier(instr) or (instr.opcode in COLLECTIVES | MATRIX and "sync" in instr.modifiers)
+
+
+def names_no_lanes(instr: Instruction) -> bool:
+    """Whether it waits for all lanes without naming them."""
+    return instr.opcode in MATRIX
 
 
 def is_barrier(instr: Instruction) -> bool:
@@ -108,12 +118,14 @@ def uses(instr: Instruction, kernel: Kernel) -> tuple[list[Register], list[Regis
 def _names_all_lanes(instr: Instruction) -> bool:
     """Whether the member mask is the constant that names every lane."""
     members = instr.operands[-1] if instr.operands else None
-    return isinstance(members, Immediate) and members.value & 0xFFFFFFFF == 0xFFFFFFFF
+    return names_no_lanes(instr) or (isinstance(members, Immediate) and members.value & 0xFFFFFFFF == 0xFFFFFFFF)
 
 
 def _plain_load(instr: Instruction) -> bool:
+    """Whether no other warp's doings between it and a neighbour of its kind make a difference: reads, and copies whose
+    arrival is not fixed anyway."""
     ordered = {"volatile", "relaxed", "acquire", "mmio"}
-    return instr.opcode in ("ld", "ldu") and not ordered & set(instr.modifiers)
+    return instr.opcode in ("ld", "ldu", "cp", "ldmatrix") and not ordered & set(instr.modifiers)
 
 
 def cut(kernel: Kernel) -> tuple[list[Segment], list[int]]:
@@ -130,12 +142,19 @@ def cut(kernel: Kernel) -> tuple[list[Segment], list[int]]:
         segments.append(segment)
         return segment
 
+    def place(now: Segment, instr: Instruction, plain: bool) -> tuple[Segment, bool]:
+        """Where a memory instruction goes after ``now``, whose memory instructions are all plain if ``plain``."""
+        read = _plain_load(instr)
+        return begin() if now.instructions and not (plain and read) else now, read
+
     for block in kernel.blocks:
         now = begin()
         starts.append(now.index)
         plain = together = False
         for instr in block.instructions:
             if waits_for_lanes(instr) and together and instr.guard is None:
+                if instr.opcode in MEMORY:
+                    now, plain = place(now, instr, plain)
                 now.instructions.append(instr)
             elif waits_for_lanes(instr) or is_barrier(instr):
                 if instr.guard is not None:
@@ -146,7 +165,7 @@ def cut(kernel: Kernel) -> tuple[list[Segment], list[int]]:
                     now = begin()
                 now.head = "barrier" if is_barrier(instr) else "collective"
                 now.instructions.append(instr)
-                plain = False
+                plain = _plain_load(instr)
                 together = instr.guard is None and (is_barrier(instr) or _names_all_lanes(instr))
                 if is_barrier(instr) or instr.guard is not None:
                     now = begin()
@@ -160,9 +179,7 @@ def cut(kernel: Kernel) -> tuple[list[Segment], list[int]]:
                 if now.end is not None:
                     raise Unsupported(f"PTX line {instr.line}: instruction after the end of a block")
                 if instr.opcode in MEMORY:
-                    if now.instructions and not (plain and _plain_load(instr)):
-                        now = begin()
-                    plain = _plain_load(instr)
+                    now, plain = place(now, instr, plain)
                 now.instructions.append(instr)
     if segments:
         segments[-1].following = -1

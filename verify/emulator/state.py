@@ -51,6 +51,13 @@ class Fault:
     TRAP = 20
     NOT_A_MEMBER = 21
     """A lane executes a collective whose member mask does not name it: undefined (PTX ISA, shfl.sync)."""
+    MISSING_WAIT = 22
+    """An access to shared bytes that a ``cp.async`` may still be writing."""
+    READ_AFTER_WRITE = 23
+    WRITE_AFTER_READ = 24
+    WRITE_AFTER_WRITE = 25
+    COPIES_FULL = 26
+    """More than :data:`MAX_COPIES` of a warp's ``cp.async`` are in flight: too many for this emulator."""
 
 
 class Space:
@@ -70,11 +77,24 @@ FAULTS = {
     Fault.UNINITIALISED: "uninitialised",
     Fault.TRAP: "trap",
     Fault.NOT_A_MEMBER: "divergent_barrier",
+    Fault.MISSING_WAIT: "missing_wait",
+    Fault.READ_AFTER_WRITE: "race",
+    Fault.WRITE_AFTER_READ: "race",
+    Fault.WRITE_AFTER_WRITE: "race",
 }
 
+RACES = {
+    Fault.READ_AFTER_WRITE: ("a read of", "written"),
+    Fault.WRITE_AFTER_READ: ("a write of", "read"),
+    Fault.WRITE_AFTER_WRITE: ("a write of", "written"),
+}
+"""What the later and the earlier access of a race did."""
 
-ACCESS_FAULTS = frozenset({Fault.OUT_OF_BOUNDS, Fault.MISALIGNED, Fault.TOUCHED, Fault.UNINITIALISED})
+ACCESS_FAULTS = frozenset(set(FAULTS) - {Fault.TRAP, Fault.NOT_A_MEMBER})
 """Faults that come with an address."""
+
+WRITTEN, PENDING = 1, 2
+"""Flags of a byte in a shadow: somebody wrote it; a ``cp.async`` to it has not been waited for (shared only)."""
 
 
 class BarrierKind:
@@ -127,7 +147,28 @@ WARP = np.dtype(
         ("local_size", "u8"),
         ("param_host", "u8"),
         *((name, "u4") for name in SCALARS),
-        ("pad", "u4", 1),
+        # Asynchronous copies (see copies.py).
+        ("copies_first", "u4"),
+        ("copies", "u8"),
+        ("copies_end", "u4"),
+        ("copies_mode", "u4"),
+        ("copies_random", "u4"),
+        # Races in shared memory (see races.py).
+        ("fault_other", "u4"),
+        ("race_epoch", "u4"),
+        ("race_limit", "u4"),
+        ("race_cells", "u8"),
+        ("race_writes", "u8"),
+        ("race_reads", "u8"),
+        ("race_warp_reads", "u8"),
+        ("race_clock", "u8"),
+        ("race_shared_clock", "u8"),
+        ("race_time", "u8"),
+        ("race_warp", "u4"),
+        ("race_lane", "u4"),
+        ("race_first", "u8"),
+        ("race_address", "u8"),
+        ("pad", "u4", 4),
         # Per lane.
         ("pc", "u4", LANES),
         ("tid.x", "u4", LANES),
@@ -136,6 +177,7 @@ WARP = np.dtype(
         ("address", "u8", LANES),
         ("host", "u8", LANES),
         ("shadow", "u8", LANES),
+        ("copies_groups", "u4", LANES),
         # Scratch of the bank conflict count.
         ("units", "u4", LANES),
         ("banks", "u1", 32),
@@ -146,10 +188,32 @@ WARP = np.dtype(
         ("data2", "u1", LANES * MAX_ACCESS),
     ]
 )
-assert WARP.fields is not None and WARP.fields["pc"][1] == 256  # vectors start at cache lines
+assert WARP.fields is not None and WARP.fields["pc"][1] % 64 == 0  # vectors start at cache lines
 OFFSET = {name: WARP.fields[name][1] for name in WARP.names or ()}
 SLOTS = (WARP.itemsize + 63) // 64 * 64
 """Offset of the first register slot."""
+
+MAX_COPIES = 256
+"""``cp.async`` instructions of one warp that may be in flight, a ring of :data:`COPY`."""
+
+COPY = np.dtype(
+    [
+        ("lanes", "u4"),
+        ("size", "u4"),
+        ("moved", "u4"),
+        ("pad", "u4", 13),
+        ("group", "u4", LANES),
+        ("count", "u4", LANES),
+        ("to", "u8", LANES),
+        ("to_shadow", "u8", LANES),
+        ("from", "u8", LANES),
+        ("from_shadow", "u8", LANES),
+    ]
+)
+"""One ``cp.async`` of a warp: ``count`` of ``size`` bytes come from global memory, the others are zero. ``lanes``: not
+yet waited for. ``group``: number of the lane's group. ``moved``: the bytes are in place already."""
+assert COPY.fields is not None
+COPY_FIELD = {name: COPY.fields[name][1] for name in COPY.names or ()}
 
 REGION = np.dtype(
     [
