@@ -67,7 +67,7 @@ def _state(dtype: DType) -> TensorSpec:
         shape=("slots", "h", C, C),
         strided=(0,),
         sharded=1,
-        doc="recurrent state, [value, key]; a slot's page is wider than its own state",
+        doc="recurrent state, value by key; a slot's page is wider than its own state",
         rule=DERIVED,
     )
 
