@@ -128,6 +128,7 @@ def recurrence(
             elif kind == DECAY:
                 window[None, 0, n].store(cute.zipped_divide(decay[token, head, None], (VECTOR,))[None, lane].load())
                 weights[None, 0, n].store(cute.zipped_divide(dt_bias[head, None], (VECTOR,))[None, lane].load())
+                weights[0, 1, n] = a_log[head]
         share = tid % lanes
         first = tid // lanes
         strength = beta[token, head].to(Float32)
@@ -164,7 +165,7 @@ def recurrence(
                     if kind == V or cutlass.const_expr(whole):
                         shift(conv, here, (kind * heads + head) * WARP + mine, window, n)
             elif kind == DECAY:
-                slope = cute.math.exp2(a_log[head] * LOG2_E, fastmath=True)
+                slope = cute.math.exp2(weights[0, 1, n] * LOG2_E, fastmath=True)
                 for e in cutlass.range_constexpr(VECTOR):
                     step = FLOOR * sigmoid(slope * (window[e, 0, n].to(Float32) + weights[e, 0, n]))
                     prepared[DECAY, lane * VECTOR + e] = cute.math.exp2(step * LOG2_E, fastmath=True)

@@ -190,7 +190,7 @@ MUTANTS = mutants(
     {
         "padding_not_skipped": ('(t["slot"] > 0)', '(t["slot"] >= 0)'),
         "first_slot_skipped": ('(t["slot"] > 0)', '(t["slot"] > 1)'),
-        "slot_ignored": ('t["slot"][live].long()', "live + 1"),
+        "slot_ignored": ('t["slot"][live].long()', "live"),
         "q_k_swapped": ("q, k, v = short_conv", "k, q, v = short_conv"),
         "channels_by_head": (".view(-1, 3, h, C).unbind(1)", ".view(-1, h, 3, C).unbind(2)"),
         "taps_reversed": ('f64(t["conv_weight"])', 'f64(t["conv_weight"]).flip(1)'),
