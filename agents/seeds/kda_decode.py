@@ -138,10 +138,9 @@ def recurrence(
             states.append([page[None, share + j * lanes].load() for j in range(vectors)])
         gate = cute.make_rmem_tensor(cute.make_layout((VECTOR,)), BFloat16)
         norm = cute.make_rmem_tensor(cute.make_layout((VECTOR,)), Float32)
-        if cutlass.const_expr(whole):
-            if warp == warps - 1:
-                gate.store(row[None, (3 * heads + head) * WARP + lane].load())
-                norm.store(cute.zipped_divide(norm_weight, (VECTOR,))[None, lane].load())
+        if cutlass.const_expr(whole) and warp == warps - 1:
+            gate.store(row[None, (3 * heads + head) * WARP + lane].load())
+            norm.store(cute.zipped_divide(norm_weight, (VECTOR,))[None, lane].load())
 
         for n in cutlass.range_constexpr(rounds):
             kind = warp + n * warps
@@ -211,11 +210,10 @@ def recurrence(
                 values.store(cute.zipped_divide(finished, (VECTOR,))[None, lane].load())
                 target = cute.zipped_divide(out[token, head, None], (VECTOR,))
                 target[None, lane].store(normalised(values, gate, norm).load().to(BFloat16))
-    elif cutlass.const_expr(whole):
-        if warp == 0:
-            zeros = cute.make_rmem_tensor(cute.make_layout((VECTOR,)), BFloat16)
-            zeros.fill(0.0)
-            cute.zipped_divide(out[token, head, None], (VECTOR,))[None, lane].store(zeros.load())
+    elif cutlass.const_expr(whole) and warp == 0:
+        zeros = cute.make_rmem_tensor(cute.make_layout((VECTOR,)), BFloat16)
+        zeros.fill(0.0)
+        cute.zipped_divide(out[token, head, None], (VECTOR,))[None, lane].store(zeros.load())
 
 
 @cute.kernel

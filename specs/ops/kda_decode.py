@@ -57,9 +57,13 @@ a request with slot <= 0 is padding: its output is exact zeros and no cache chan
 between the stored values; slots > 0 are distinct."""
 
 EXACT, DERIVED = OutputRule(kind="exact"), OutputRule(kind="derived")
+# An FP32 state shows what a BF16 one hides in its rounding: ex2, rcp and rsqrt are good to about 2^-22 of a factor, and
+# the decay's exponent, up to 5, carries two of them. Altogether that is up to 2^-20 of the row's largest value, a
+# quarter of the noise that is granted (see tolerance.py); the baseline has nothing of it.
+DERIVED_F32 = OutputRule(kind="derived", floor=0.25)
 
 
-def _state(dtype: DType) -> TensorSpec:
+def _state(dtype: DType, rule: OutputRule) -> TensorSpec:
     return TensorSpec(
         name="state",
         role=Role.state,
@@ -68,11 +72,11 @@ def _state(dtype: DType) -> TensorSpec:
         strided=(0,),
         sharded=1,
         doc="recurrent state, value by key; a slot's page is wider than its own state",
-        rule=DERIVED,
+        rule=rule,
     )
 
 
-STATES = {"f32": _state(DType.f32), "bf16": _state(DType.bf16)}
+STATES = {"f32": _state(DType.f32, DERIVED_F32), "bf16": _state(DType.bf16, DERIVED)}
 """Variant: the recurrent state as it stores it."""
 
 BEFORE = (
