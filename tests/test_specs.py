@@ -14,7 +14,7 @@ from kernelmill.specs.hardware import B200, GB300, H200, HARDWARE, bound_seconds
 from kernelmill.specs.lint import FamilyLint, lint
 from kernelmill.specs.mutation import mutants
 from kernelmill.specs.numerics import round_to, store, ulp
-from kernelmill.specs.ops import attn_res, situ_and_mul
+from kernelmill.specs.ops import attn_res, kda_decode, situ_and_mul
 from kernelmill.specs.registry import UnknownName, families, family, find, workloads
 from kernelmill.specs.schema import Cost, DType, Family, OutputRule, Role, Spec, Tensors, TensorSpec
 
@@ -27,7 +27,7 @@ ALL = [(f, s) for f in families().values() for s in f.specs]
 
 def test_families_and_specs_by_name() -> None:
     assert list(families()) == sorted(families())
-    assert {"attn_res", "situ_and_mul"} <= set(families())
+    assert {"attn_res", "kda_decode", "situ_and_mul"} <= set(families())
     assert find("attn_res") == attn_res.FAMILY.specs
     (spec,) = find("attn_res.delta_norm")
     assert (spec.family, spec.variant) == ("attn_res", "delta_norm")
@@ -112,8 +112,9 @@ def test_each_workload_is_well_formed(f: Family, spec: Spec) -> None:
         point = spec.point(w.axes)
         assert spec.binding(w.axes).keys() == {a.name for a in spec.static_axes}
         cost = f.functions.cost(spec, point)
-        # Nothing a call must read or write may be cheaper than the tensors' own bytes; the bank is read in part.
-        whole = sum(math.prod(t.size(w.axes)) * t.dtype.bytes for t in spec.tensors if t.name != "bank")
+        # Nothing a call must read or write may be cheaper than the tensors' own bytes; some are read in part.
+        read = [t for t in spec.tensors if t.name != "bank" and t.shape[0] != "slots"]
+        whole = sum(math.prod(t.size(w.axes)) * t.dtype.bytes for t in read)
         assert cost.cold_bytes >= whole and cost.flops > 0
         if w.axes["T"] > 3:
             continue
@@ -135,6 +136,13 @@ def test_cost_of_one_call_by_hand() -> None:
     # Without delta the prefix is not written.
     plain = attn_res.FAMILY.spec("plain")
     assert attn_res.cost(plain, plain.point({"nb": 8, "T": 1})).cold_bytes == (8 + 1 + 1 + 2) * 7168 * 2
+    # A head's state of 16384 values and 3 rows of 384 conv inputs, read and written; q, k, v, gate, decay, out of 128
+    # and a beta; the slot; taps, slope and bias, and the norm's weight.
+    for variant, size in (("f32", 4), ("bf16", 2)):
+        spec = kda_decode.FAMILY.spec(variant)
+        head = 2 * 16384 * size + 2 * 3 * 384 * 2 + (6 * 128 + 1) * 2
+        made = kda_decode.cost(spec, spec.point({"h": 6, "T": 8, "slots": 10}))
+        assert made.cold_bytes == 8 * (6 * head + 4) + 4 * (6 * (12 * 128 + 1 + 128) + 128)
     expert = situ_and_mul.FAMILY.spec("expert")
     assert situ_and_mul.cost(expert, expert.point({"N": 384, "T": 8})) == Cost(cold_bytes=18432, flops=12 * 3072)
 
@@ -162,7 +170,7 @@ def test_a_specs_id_changes_with_its_content() -> None:
 
 
 def test_unknown_values_are_refused() -> None:
-    for f in (attn_res.FAMILY, situ_and_mul.FAMILY):
+    for f in families().values():
         spec = f.specs[0]
         bad = spec.workloads[0].model_copy(update={"values": "relistic"})
         with pytest.raises(ValueError, match="generates no values named 'relistic'"):
@@ -177,7 +185,9 @@ def test_rows_do_not_depend_on_each_other(f: Family, spec: Spec) -> None:
     rows = {x.name for x in spec.tensors if x.shape[0] == "T"}
     one = f.functions.reference({n: v[1:2] if n in rows else v for n, v in t.items()}, {**p, "T": 1})
     for name, value in one.items():
-        torch.testing.assert_close(value[0], whole[name][1], rtol=1e-12, atol=1e-12)
+        # What belongs to a row lies in the row or in its slot.
+        mine, here = (0, 1) if name in rows else (t["slot"][1].item(),) * 2
+        torch.testing.assert_close(value[mine], whole[name][here], rtol=1e-12, atol=1e-12)
 
 
 def test_references_by_hand() -> None:
@@ -200,6 +210,73 @@ def test_references_by_hand() -> None:
     for i, (g, u) in enumerate([(0.0, 3.0), (1.0, 7.0), (-2.0, -50.0), (100.0, 25.0)]):
         expected_value = 4 * math.tanh(g / 4) / (1 + math.exp(-g)) * 25 * math.tanh(u / 25)
         assert got[i].item() == pytest.approx(expected_value, rel=1e-14)
+
+
+def kda_decode_case(values: str) -> tuple[Spec, Tensors, Mapping[str, int]]:
+    spec = kda_decode.FAMILY.spec("f32")
+    workload = next(w for w in spec.workloads if w.name == f"T3_h2_{values}")
+    return spec, kda_decode.FAMILY.inputs(spec, workload, 0), spec.point(workload.axes)
+
+
+def test_kda_decode_is_launched_once_a_layer() -> None:
+    mla = {*range(3, 92, 4), 92}
+    f32, bf16 = kda_decode.SPECS
+    assert {w.weight for w in f32.workloads if "_P8" in w.name or "_P16" in w.name} == {93 - len(mla)}
+    assert {w.weight for w in bf16.workloads} == {0}
+    assert {w.axes["h"] for w in f32.workloads if "_P" in w.name} == {96, 12, 6}
+
+
+@pytest.mark.parametrize("function", [kda_decode.reference, kda_decode.baseline], ids=["reference", "baseline"])
+def test_kda_decode_changes_its_own_slots_only(function: Callable[..., Tensors]) -> None:
+    _, t, p = kda_decode_case("padding")
+    assert t["slot"].tolist()[0::2] == [0, -1]
+    (mine,) = t["slot"][1:2].tolist()
+    assert mine > 0
+    got = function(t, p)
+    assert (got["out"][0::2] == 0).all() and (got["out"][1] != 0).any()
+    for name in ("conv", "state"):
+        same = [torch.equal(got[name][n], t[name][n].to(got[name].dtype)) for n in range(p["slots"])]
+        assert same == [n != mine for n in range(p["slots"])]
+
+
+def test_kda_decode_by_hand() -> None:
+    """One head channel by channel, in Python's floats."""
+    _, t, p = kda_decode_case("realistic")
+    got = kda_decode.reference(t, p)
+    n, head, h = 1, 1, 2
+    slot = t["slot"][n].item()
+
+    def sigmoid(x: float) -> float:
+        return 1 / (1 + math.exp(-x))
+
+    parts: list[list[float]] = []
+    for part in range(3):
+        parts.append([])
+        for c in range(128):
+            at = (part * h + head) * 128 + c
+            inputs = [*t["conv"][slot, :, at].tolist(), t["qkvg"][n, at].item()]
+            taps = t["conv_weight"][part, :, head * 128 + c].tolist()
+            y = sum(a * b for a, b in zip(inputs, taps, strict=True))
+            parts[-1].append(y * sigmoid(y))
+            assert got["conv"][slot, :, at].tolist() == inputs[1:]
+    q, k, v = parts
+    q = [x / math.sqrt(128) / math.sqrt(sum(y * y for y in q) + 1e-6) for x in q]
+    k = [x / math.sqrt(sum(y * y for y in k) + 1e-6) for x in k]
+    slope = math.exp(t["a_log"][head].item())
+    raw = zip(t["decay"][n, head].tolist(), t["dt_bias"][head].tolist(), strict=True)
+    fade = [math.exp(-5 * sigmoid(slope * (a + b))) for a, b in raw]
+    strength = sigmoid(t["beta"][n, head].item())
+    o = []
+    for i in range(128):
+        row = [s * f for s, f in zip(t["state"][slot, head, i].tolist(), fade, strict=True)]
+        u = strength * (v[i] - sum(s * x for s, x in zip(row, k, strict=True)))
+        row = [s + u * x for s, x in zip(row, k, strict=True)]
+        assert got["state"][slot, head, i].tolist() == pytest.approx(row, rel=1e-12, abs=1e-14)
+        o.append(sum(s * x for s, x in zip(row, q, strict=True)))
+    root = math.sqrt(sum(x * x for x in o) / 128 + 1e-5)
+    gate = t["qkvg"][n, (3 * h + head) * 128 :].tolist()[:128]
+    out = [x / root * w * sigmoid(g) for x, w, g in zip(o, t["norm_weight"].tolist(), gate, strict=True)]
+    assert got["out"][n, head].tolist() == pytest.approx(out, rel=1e-11)
 
 
 # Rounding
@@ -276,7 +353,7 @@ def test_mutants_are_edits_that_must_apply() -> None:
         mutants(twice, {"many": ("s", "z")})
 
 
-@pytest.mark.parametrize("name", ["attn_res", "situ_and_mul"])
+@pytest.mark.parametrize("name", ["attn_res", "kda_decode", "situ_and_mul"])
 def test_lint_passes(name: str) -> None:
     report = lint(family(name))
     assert report.survivors == () and report.problems == ()

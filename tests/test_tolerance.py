@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernelmill.specs.numerics import store
-from kernelmill.specs.ops import attn_res, situ_and_mul
+from kernelmill.specs.ops import attn_res, kda_decode, situ_and_mul
 from kernelmill.specs.schema import Family, Spec, Tensors, Workload
 from kernelmill.specs.tolerance import Comparison, compare
 
@@ -81,13 +81,51 @@ def honest_situ(t: Tensors, p: Mapping[str, int], generator: torch.Generator) ->
     return {"out": (squashed * sigmoid * bounded).to(BF16)}
 
 
+def honest_kda_decode(t: Tensors, p: Mapping[str, int], generator: torch.Generator) -> Tensors:
+    """As a kernel would: key sums in another order, the output as S q + u (k q) from the state before the update; all
+    approximations at their documented worst."""
+
+    def bad(x: torch.Tensor) -> torch.Tensor:
+        return rough(x, generator, EX2)
+
+    def sigmoid(x: torch.Tensor) -> torch.Tensor:
+        return bad(1 / (1 + bad(torch.exp2(x * -LOG2_E))))
+
+    h, c = p["h"], kda_decode.C
+    live = (t["slot"] > 0).nonzero().squeeze(1)
+    slot = t["slot"][live].long()
+    window = torch.cat([t["conv"][slot], t["qkvg"][live, None, : 3 * c * h]], 1)
+    taps = t["conv_weight"].transpose(0, 1).reshape(4, -1)
+    mixed = torch.zeros(len(live), 3 * c * h)
+    for j in range(4):
+        mixed = mixed + window[:, j].float() * taps[j]
+    q, k, v = (mixed * sigmoid(mixed)).view(-1, 3, h, c).unbind(1)
+    q = q * (bad(torch.rsqrt(lane_sum(q.square()) + kda_decode.L2_EPS)) * kda_decode.SCALE).unsqueeze(-1)
+    k = k * bad(torch.rsqrt(lane_sum(k.square()) + kda_decode.L2_EPS)).unsqueeze(-1)
+    slope = bad(torch.exp2(t["a_log"] * LOG2_E)).unsqueeze(-1)
+    step = kda_decode.FLOOR * sigmoid(slope * (t["decay"][live].float() + t["dt_bias"]))
+    faded = t["state"][slot].float() * bad(torch.exp2(step * LOG2_E)).unsqueeze(2)
+    u = sigmoid(t["beta"][live].float()).unsqueeze(-1) * (v - lane_sum(faded * k.unsqueeze(2)))
+    o = lane_sum(faded * q.unsqueeze(2)) + u * lane_sum(k * q).unsqueeze(-1)
+    o = o * bad(torch.rsqrt(lane_sum(o.square()) / c + kda_decode.EPS)).unsqueeze(-1) * t["norm_weight"]
+    out = torch.zeros(len(t["slot"]), h, c, dtype=BF16)
+    out[live] = (o * sigmoid(t["qkvg"][live, 3 * c * h :].float().view(-1, h, c))).to(BF16)
+    conv, state = t["conv"].clone(), t["state"].clone()
+    conv[slot], state[slot] = window[:, 1:], (faded + u.unsqueeze(-1) * k.unsqueeze(2)).to(state.dtype)
+    return {"conv": conv, "state": state, "out": out}
+
+
 Kernel = Callable[[Tensors, Mapping[str, int], torch.Generator], Tensors]
 
 
 @pytest.mark.parametrize(
     ("family", "kernel"),
-    [(attn_res.FAMILY, honest_attn_res), (situ_and_mul.FAMILY, honest_situ)],
-    ids=["attn_res", "situ_and_mul"],
+    [
+        (attn_res.FAMILY, honest_attn_res),
+        (kda_decode.FAMILY, honest_kda_decode),
+        (situ_and_mul.FAMILY, honest_situ),
+    ],
+    ids=["attn_res", "kda_decode", "situ_and_mul"],
 )
 def test_honest_kernels_pass_everywhere(family: Family, kernel: Kernel) -> None:
     """No false rejection on any small workload, whatever the seed."""

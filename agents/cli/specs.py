@@ -167,7 +167,8 @@ def _tensor_table(tensors: tuple[TensorSpec, ...], found: tuple[Spec, ...]) -> T
         absent = (
             "" if all(t.name in {x.name for x in s.tensors} for s in found) else "; None where the variant lacks it"
         )
-        table.add_row(t.name, t.role, t.dtype, "x".join(map(str, t.shape)) + strides, rule, t.doc + absent)
+        dtypes = " or ".join(dict.fromkeys(x.dtype for s in found for x in s.tensors if x.name == t.name))
+        table.add_row(t.name, t.role, dtypes, "x".join(map(str, t.shape)) + strides, rule, t.doc + absent)
     return table
 
 

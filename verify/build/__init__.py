@@ -151,10 +151,11 @@ def _built(reply: Reply, units: Sequence[Unit], seconds: float) -> list[str]:
 def _unit_request(family: Family, unit: Unit) -> dict[str, Any]:
     axes = {**unit.spec.flags, **unit.workloads[0].axes}
     params = [bool(axes[p.name]) if p.kind == "bool" else axes[p.name] for p in family.params]
-    present = {t.name for t in unit.spec.tensors}
-    workspaces = tuple(t for t in unit.spec.tensors if t.role is Role.workspace)
-    parameters = (*family.tensors, *workspaces)
-    tensors = [_tensor_request(t, unit.spec, axes) if t.name in present else None for t in parameters]
+    # The variant's tensors, in the family's order: one of the same name may have another dtype than the family's.
+    present = {t.name: t for t in unit.spec.tensors}
+    workspaces = [t.name for t in unit.spec.tensors if t.role is Role.workspace]
+    parameters = [*(t.name for t in family.tensors), *workspaces]
+    tensors = [_tensor_request(present[n], unit.spec, axes) if n in present else None for n in parameters]
     return {"target": unit.target, "tensors": tensors, "params": params, "schedule": unit.schedule}
 
 
