@@ -12,7 +12,7 @@ from kernelmill.agents.paths import lib_folder, seed_file
 from kernelmill.verify.run import Request, Verifier
 
 FIXTURES = sorted((Path(__file__).parent / "data" / "broken").glob("*/*.json"))
-FAMILIES = ("attn_res", "kda_decode", "situ_and_mul")
+FAMILIES = ("attn_res", "kda_in_proj", "kda_decode", "situ_and_mul")
 
 
 @pytest.fixture(scope="module")

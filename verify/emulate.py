@@ -7,7 +7,7 @@ within tolerance.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from kernelmill.verify.emulate_job import BufferRequest, EmulateReply, EmulateRe
 from kernelmill.verify.emulator.interface import Approx, Copies, Finding, KernelCounters
 from kernelmill.verify.files import ChildFileError, read_child_file
 from kernelmill.verify.forkserver import ForkServer, Limits
+from kernelmill.verify.layout import layout
 from kernelmill.verify.plan import short_name
 from kernelmill.verify.verdict import Code, MachineFailure, Rejected
 
@@ -34,6 +35,9 @@ MODES: tuple[tuple[int, Approx, Copies], ...] = (
 
 RUN_SECONDS = 60.0
 """Deadline of one emulated run; the longest honest one here takes under a second."""
+
+BATCH_BYTES = 128 << 20
+"""Tensors of the workloads that share one emulating process."""
 
 CHILD_LIMITS = Limits(seconds=600.0, memory_bytes=6 << 30, file_bytes=2 << 30, output_bytes=1 << 16)
 
@@ -68,7 +72,29 @@ def emulate(
 ) -> list[Emulated]:
     """Emulate one artifact on its workloads. Raises Rejected with the first failure, MachineFailure when the emulator
     does not know an instruction or its child failed."""
-    todo = [cases.get(spec, w, seed) for seed in seeds for w in workloads]
+    done: list[Emulated] = []
+    for batch in _batches(spec, [(w, seed) for seed in seeds for w in workloads]):
+        done += _emulate_batch(server, artifact, spec, [cases.get(spec, w, seed) for w, seed in batch])
+    return done
+
+
+def _batches(spec: Spec, todo: Sequence[tuple[Workload, int]]) -> Iterator[list[tuple[Workload, int]]]:
+    """The same in portions whose tensors have at most :data:`BATCH_BYTES`, or that are a single workload."""
+    batch: list[tuple[Workload, int]] = []
+    total = 0
+    for workload, seed in todo:
+        axes = spec.point(workload.axes)
+        size = sum(layout(t, axes).bytes for t in spec.tensors)
+        if batch and total + size > BATCH_BYTES:
+            yield batch
+            batch, total = [], 0
+        batch.append((workload, seed))
+        total += size
+    yield batch
+
+
+def _emulate_batch(server: ForkServer, artifact: Artifact, spec: Spec, todo: Sequence[Case]) -> list[Emulated]:
+    seed = todo[0].seed
     with server.folder() as folder:
         spans = _write_inputs(folder, todo)
         runs = tuple(
@@ -78,7 +104,7 @@ def emulate(
             for case, buffers in zip(todo, spans, strict=True)
             for order, approx, copies in MODES
         )
-        request = EmulateRequest(ptx=artifact.ptx, seed=seeds[0] & 0x7FFFFFFF, seconds=RUN_SECONDS, runs=runs)
+        request = EmulateRequest(ptx=artifact.ptx, seed=seed & 0x7FFFFFFF, seconds=RUN_SECONDS, runs=runs)
         (folder / "request.json").write_text(request.model_dump_json())
         reply = server.run("emulate", folder, CHILD_LIMITS)
         if not reply.ok or reply.result is None:
@@ -150,7 +176,8 @@ def _judge(folder: Path, case: Case, artifact: Artifact, outcome: EmulateReply, 
 
 def _read_run(path: Path, case: Case, where: str) -> tuple[Tensors, bytes]:
     """The outputs and states of one run. Raises Rejected when something changed that must not, or was not written."""
-    size = sum(2 * p.layout.bytes for p in case.placed)
+    writable = [p for p in case.placed if p.writable]
+    size = sum(2 * p.layout.bytes for p in writable)
     try:
         memory = read_child_file(path, size)
     except ChildFileError as error:
@@ -160,11 +187,11 @@ def _read_run(path: Path, case: Case, where: str) -> tuple[Tensors, bytes]:
     flat = np.frombuffer(bytearray(memory), dtype=np.uint8)
     values: Tensors = {}
     at = 0
-    for p in case.placed:
+    for p in writable:
         data, written = flat[at : at + p.layout.bytes], flat[at + p.layout.bytes : at + 2 * p.layout.bytes]
         at += 2 * p.layout.bytes
-        # What must not change: all of an input or weight, and the gaps between rows of anything.
-        changed = np.flatnonzero((data != p.data) & ~(element_mask(p.layout) if p.writable else False))
+        # The gaps between rows must not change. Inputs and weights cannot: the emulator's process maps them read-only.
+        changed = np.flatnonzero((data != p.data) & ~element_mask(p.layout))
         if changed.size:
             raise Rejected(
                 Code.emulate_touched,

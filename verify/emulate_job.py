@@ -48,8 +48,8 @@ class EmulateRequest(Frozen):
 
 
 class RunReply(Frozen):
-    """``finding``: the first; then the run has no file. Otherwise ``runN.bin`` has each buffer's data, then its
-    initialised flags, in request order."""
+    """``finding``: the first; then the run has no file. Otherwise ``runN.bin`` has each writable buffer's data,
+    then its initialised flags, in request order."""
 
     finding: Finding | None
     counters: tuple[KernelCounters, ...]
@@ -95,15 +95,18 @@ def emulate(folder: Path) -> dict[str, Any]:
         if finding:
             break
         with (folder / f"run{n}.bin").open("wb") as file:
-            for buffer in buffers:
+            for buffer in (b for b in buffers if b.writable):
                 file.write(buffer.data.tobytes())
                 file.write(buffer.initialised.astype(np.uint8).tobytes())
     return EmulateReply(runs=tuple(replies)).model_dump(mode="json")
 
 
 def _buffer(inputs: np.ndarray, b: BufferRequest) -> Buffer:
-    data = np.array(inputs[b.at : b.at + b.bytes])
-    flags = np.array(inputs[b.at + b.bytes : b.at + 2 * b.bytes]).astype(bool)
+    """A tensor of a run: its own copy, or for what no run may change the pages of ``inputs``, which are read-only."""
+    data = inputs[b.at : b.at + b.bytes]
+    flags = inputs[b.at + b.bytes : b.at + 2 * b.bytes].view(bool)
+    if b.writable:
+        data, flags = np.array(data), np.array(flags)
     return Buffer(b.name, data, flags, b.shape, b.strides, b.itemsize, b.writable)
 
 

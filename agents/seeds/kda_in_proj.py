@@ -39,7 +39,9 @@ SCHEDULES = (
 
 
 @cute.jit
-def copy_slice(source: cute.Tensor, first: cutlass.Int32, column: cutlass.Int32, target: cute.Tensor, lane: cutlass.Int32):
+def copy_slice(
+    source: cute.Tensor, first: cutlass.Int32, column: cutlass.Int32, target: cute.Tensor, lane: cutlass.Int32
+):
     """Start copying rows ``first``.. and columns ``column``.. of ``source`` to ``target`` (rows, DEPTH), by one warp.
 
     Rows past the end repeat the last one: what is computed from them is never stored."""
@@ -147,6 +149,4 @@ def launch(x: cute.Tensor, w: cute.Tensor, z: cute.Tensor, schedule: cutlass.Con
     op = warp.MmaF16BF16Op(BFloat16, Float32, (16, 8, 16))
     tiled_mma = cute.make_tiled_mma(op, cute.make_layout((1, 1, 1)), permutation_mnk=(16, 16 if tokens > 8 else 8, 16))
     grid = ((w.shape[0] + rows - 1) // rows, (x.shape[0] + tokens - 1) // tokens, 1)
-    kernel(x, w, z, tiled_mma, schedule).launch(
-        grid=grid, block=(32 * warps, 1, 1), stream=stream
-    )
+    kernel(x, w, z, tiled_mma, schedule).launch(grid=grid, block=(32 * warps, 1, 1), stream=stream)

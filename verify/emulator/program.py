@@ -137,7 +137,7 @@ class _Memory:
             for array, kind in ((buffer.data, np.uint8), (buffer.initialised, np.bool_)):
                 if array.dtype != kind or array.ndim != 1 or not array.flags.c_contiguous:
                     raise PlanError(f"buffer {buffer.name}: data must be flat uint8 and initialised flat bool")
-            if buffer.data.size != buffer.initialised.size or not buffer.data.flags.writeable:
+            if buffer.data.size != buffer.initialised.size or (buffer.writable and not buffer.data.flags.writeable):
                 raise PlanError(f"buffer {buffer.name}: data and initialised differ in size, or data is read-only")
             self._map(n, buffer.data, buffer.initialised, buffer.writable)
             self.places[n] = Place(buffer.name, "global", buffer)
