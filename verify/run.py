@@ -27,7 +27,7 @@ from kernelmill.specs.schema import Family, Spec, Workload
 from kernelmill.verify.artifact import Artifact
 from kernelmill.verify.audit import audit
 from kernelmill.verify.build import build
-from kernelmill.verify.build.bench import Bench, Unit
+from kernelmill.verify.build.bench import Bench, Unit, units_of
 from kernelmill.verify.build.schedules import Table
 from kernelmill.verify.build.workspaces import declare
 from kernelmill.verify.cases import Cases
@@ -172,17 +172,7 @@ class _Run:
 
     def _units(self, table: Table) -> list[Unit]:
         """One unit per target, spec, static binding and schedule; small workloads first, so that failing is cheap."""
-        groups: dict[
-            tuple[object, ...], tuple[Spec, str, dict[str, int], dict[str, int | str | bool], list[Workload]]
-        ] = {}
-        for target in self.request.targets:
-            for spec in self.chosen.specs:
-                for workload in self.chosen.workloads[spec.name]:
-                    binding = spec.binding(workload.axes)
-                    schedule = table.pick(workload.axes[spec.dynamic_axes[0].name])
-                    key = (target, spec.name, *binding.items(), *schedule.items())
-                    groups.setdefault(key, (spec, target, binding, schedule, []))[4].append(workload)
-        return [Unit(s, t, b, sc, tuple(w)) for s, t, b, sc, w in groups.values()]
+        return units_of(self.request.targets, self.chosen.specs, self.chosen.workloads, table.pick)
 
     def _build(self, workspaces: tuple[str, ...]) -> None:
         lock = threading.Lock()

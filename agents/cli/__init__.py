@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from kernelmill.agents.cli.bundle import bundle
 from kernelmill.agents.cli.doctor import doctor
 from kernelmill.agents.cli.errors import OneLineGroup
 from kernelmill.agents.cli.generate import generate
@@ -39,5 +40,5 @@ def main() -> None:
     """A mill for verified CuTe DSL decode kernels: specs in, reviewed pull requests out."""
 
 
-for command in (doctor, generate, jobs, pulls, specs, verify):
+for command in (bundle, doctor, generate, jobs, pulls, specs, verify):
     main.add_command(command)
