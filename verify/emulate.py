@@ -36,13 +36,14 @@ CHILD_LIMITS = Limits(seconds=600.0, memory_bytes=6 << 30, file_bytes=2 << 30, o
 @dataclass(frozen=True)
 class Emulated:
     """One workload's result: the worst comparison of each checked tensor over the runs, counters of the first run,
-    and whether both warp orders gave the same bits."""
+    whether both warp orders gave the same bits, and the outputs of the first run where they were to be kept."""
 
     workload: Workload
     seed: int
     comparisons: tuple[Comparison, ...]
     counters: tuple[KernelCounters, ...]
     order_independent: bool
+    values: Tensors | None = None
 
 
 class FoundByEmulator(Rejected):
@@ -60,16 +61,21 @@ def emulate(
     workloads: Sequence[Workload],
     seeds: Sequence[int],
     cases: Cases,
+    *,
+    modes: Sequence[tuple[int, Approx]] = MODES,
+    keep: bool = False,
 ) -> list[Emulated]:
-    """Emulate one artifact on its workloads. Raises Rejected with the first failure, MachineFailure when the emulator
-    does not know an instruction or its child failed."""
+    """Emulate one artifact on its workloads; ``keep`` the outputs' values.
+
+    Raises Rejected with the first failure, MachineFailure when the emulator does not know an instruction or its child
+    failed."""
     todo = [cases.get(spec, w, seed) for seed in seeds for w in workloads]
     with server.folder() as folder:
         spans = _write_inputs(folder, todo)
         runs = tuple(
             RunRequest(plan=artifact.plans[case.workload.name], buffers=buffers, order=order, approx=approx)
             for case, buffers in zip(todo, spans, strict=True)
-            for order, approx in MODES
+            for order, approx in modes
         )
         request = EmulateRequest(ptx=artifact.ptx, seed=seeds[0] & 0x7FFFFFFF, seconds=RUN_SECONDS, runs=runs)
         (folder / "request.json").write_text(request.model_dump_json())
@@ -78,7 +84,7 @@ def emulate(
             raise MachineFailure(f"the emulator's process failed on {spec.name} {artifact.target}: {reply.describe()}")
         outcome = EmulateReply.model_validate_json(reply.result)
         _check_whole(outcome, artifact, spec)
-        return [_judge(folder, case, artifact, outcome, n) for n, case in enumerate(todo)]
+        return [_judge(folder, case, artifact, outcome, n, modes, keep) for n, case in enumerate(todo)]
 
 
 def _write_inputs(folder: Path, todo: Sequence[Case]) -> list[tuple[BufferRequest, ...]]:
@@ -112,12 +118,21 @@ def _check_whole(outcome: EmulateReply, artifact: Artifact, spec: Spec) -> None:
         raise Rejected(Code.inspect_ptx, f"{spec.name} {artifact.target}: {outcome.malformed}")
 
 
-def _judge(folder: Path, case: Case, artifact: Artifact, outcome: EmulateReply, n: int) -> Emulated:
+def _judge(
+    folder: Path,
+    case: Case,
+    artifact: Artifact,
+    outcome: EmulateReply,
+    n: int,
+    modes: Sequence[tuple[int, Approx]],
+    keep: bool,
+) -> Emulated:
     where = f"{case.spec.name} {case.workload.name} {artifact.target}"
     raw: list[bytes] = []
     worst: dict[str, Comparison] = {}
-    first = n * len(MODES)
-    for k, (order, approx) in enumerate(MODES, start=first):
+    kept: Tensors | None = None
+    first = n * len(modes)
+    for k, (order, approx) in enumerate(modes, start=first):
         if k >= len(outcome.runs):
             raise MachineFailure(f"{where}: the emulator's process returned {len(outcome.runs)} runs, {k + 1} expected")
         finding = outcome.runs[k].finding
@@ -130,12 +145,14 @@ def _judge(folder: Path, case: Case, artifact: Artifact, outcome: EmulateReply, 
             if c.output not in worst or c.share_of_limit > worst[c.output].share_of_limit:
                 worst[c.output] = c
         raw.append(memory)
+        kept = values if keep and kept is None else kept
     return Emulated(
         workload=case.workload,
         seed=case.seed,
         comparisons=tuple(worst.values()),
         counters=outcome.runs[first].counters,
-        order_independent=raw[0] == raw[1],
+        order_independent=all(memory == raw[0] for memory in raw[:2]),
+        values=kept,
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import click
@@ -38,7 +40,10 @@ Exit status: 0 accepted, 1 rejected, 2 usage, 3 the machine or we could not do i
 def read_source(path: Path) -> str:
     """The candidate's text. Raises UsageFailure with one line when it cannot be read as bounded UTF-8."""
     try:
-        with path.open("rb") as file:
+        # Without waiting for whoever might write to a pipe; links are the caller's own.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UsageFailure(f"{path}: not a regular file; give the path of a candidate file")
             data = file.read(MAX_SOURCE_BYTES + 1)
     except OSError as error:
         raise UsageFailure(f"{path}: {error.strerror}; give the path of a candidate file") from None

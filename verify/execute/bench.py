@@ -53,6 +53,7 @@ class Timer:
         self.flush_rounds = ptx.read_rounds(flush, self.ctas)
         self.flush = torch.zeros(ptx.read_bytes(self.flush_rounds, self.ctas), dtype=torch.uint8, device=DEVICE)
         self.sink = torch.zeros(4, dtype=torch.uint8, device=DEVICE)
+        torch.cuda.synchronize()
 
     def handlers(self) -> dict[str, Callable[[Request], Request]]:
         return {"hello": self.hello, "ceilings": self.ceilings, "time": self.time}
@@ -91,6 +92,8 @@ class Timer:
             def call(_: int) -> None:
                 self.driver.launch(empty, ptx.grid(1), [], self.stream)
 
+            call(0)  # Loads the kernel, which a capture must not.
+            self.driver.synchronize(self.stream)
             graph = self.capture(call, COPIES)
             gaps = [self.sample(lambda: self.driver.replay(graph, self.stream)) / COPIES for _ in range(SAMPLES)]
             self.driver.drop_graph(graph)
@@ -125,7 +128,10 @@ class Timer:
             samples = self.rounds(works, memory, request["seconds"])
             for graph in graphs:
                 self.driver.drop_graph(graph)
-        return {"samples": samples, "peer": name, "copies": memory.copies, "problems": problems}
+        answer = {"samples": samples, "peer": name, "copies": memory.copies, "problems": problems}
+        del memory, works, peer
+        torch.cuda.empty_cache()
+        return answer
 
     def capture_entry(self, entry: Request, memory: _Memory) -> Any:
         module = self.driver.load(checked_file(entry))

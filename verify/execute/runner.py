@@ -398,7 +398,8 @@ def run(bundle: Path, out: Path, only: Sequence[str] = (), *, time_too: bool = T
         except MachineFailure as error:
             failure = str(error)
         except (ChildFault, ChildDied) as error:
-            failure = f"a child failed: {error}{runner.last_words()}"
+            machine = isinstance(error, ChildFault) and error.kind == "machine"
+            failure = str(error) if machine else f"a child failed: {error}{runner.last_words()}"
         return save(failure)
 
 
@@ -449,12 +450,22 @@ def _fits(kind: str, texts: Sequence[str], word: str) -> bool:
     return word in texts or (kind == "artifact" and len(word) >= 8 and texts[0].startswith(word))
 
 
+EXAMPLES = """\
+examples:
+  python run.py
+  python run.py --only attn_res --only T8_nb4 --no-time
+  python run.py --keep-outputs --out results
+
+exit status: 0 all accepted, 1 something was rejected, 2 usage, 3 the machine or we could not do it
+"""
+
+
 def main(bundle: Path, arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="run.py",
         description="Execute and time this bundle's kernels on the GPU of this machine.",
-        epilog="examples: python run.py | python run.py --only attn_res --no-time | "
-        "python run.py --only T8_P8 --keep-outputs --out here",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--out", type=Path, default=Path("results"), metavar="DIR", help="default: results")
     parser.add_argument(

@@ -53,6 +53,11 @@ def bound_us(spec: Spec, workload: Workload, ceilings: Ceilings, launches: int) 
     return (cost.cold_bytes / ceilings.read_bandwidth + launches * ceilings.launch_gap) * 1e6
 
 
+def target_us(spec: Spec, workload: Workload, hardware: Hardware, launches: int) -> float:
+    """The spec's target time; microseconds."""
+    return target_seconds(family(spec.family).functions.cost(spec, spec.point(workload.axes)), hardware, launches) * 1e6
+
+
 def floor_us(
     spec: Spec, workload: Workload, ceilings: Ceilings, launches: int, hardware: Hardware, copies: int, pdl: bool
 ) -> float:
@@ -177,7 +182,6 @@ def _timed(packed: PackedArtifact, workload: Workload, answer: dict[str, Any], c
     plan = packed.plans[workload.name].launches
     hardware = hardware_of(packed.target)
     samples = statistics(answer["samples"][packed.id])
-    cost = family(packed.family).functions.cost(spec, spec.point(workload.axes))
     pdl = any(n.pdl for n in plan)
     floor = floor_us(spec, workload, ceilings, len(plan), hardware, answer["copies"], pdl)
     code, reason = judge(samples, floor)
@@ -191,7 +195,7 @@ def _timed(packed: PackedArtifact, workload: Workload, answer: dict[str, Any], c
         launches=len(plan),
         bound=bound_us(spec, workload, ceilings, len(plan)),
         floor=floor,
-        target=target_seconds(cost, hardware, len(plan)) * 1e6,
+        target=target_us(spec, workload, hardware, len(plan)),
         code=code,
         reason=reason,
     )

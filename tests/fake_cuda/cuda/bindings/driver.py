@@ -1,8 +1,8 @@
 """The CUDA driver on the host, for tests: memory is the host's, time is counted, and a cubin is a description in JSON.
 
-A fake cubin is ``FAKE`` and then ``{"spec": name, "axes": {kernel: axes}, "bad": what is wrong, "us": time}``. Its kernels
-take one pointer per tensor of the spec, and compute the family's plain implementation on the layouts of ``layout.py``.
-Our own PTX kernels are known by name. ``bad`` makes a kernel misbehave as the tests of each check need.
+A fake cubin is ``FAKE`` and then ``{"spec": name, "axes": {kernel: axes}, "bad": what is wrong, "us": time}``. Its
+kernels take one pointer per tensor of the spec, and compute the family's plain implementation on the layouts of
+``layout.py``. Our own PTX kernels are known by name. ``bad`` makes a kernel misbehave as the tests of each check need.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ def cuGraphExecDestroy(graph: Any) -> tuple[Any, ...]:
 
 
 def cuLaunchKernel(function: Any, *rest: Any) -> tuple[Any, ...]:
-    *dims, shared, stream, params, extra = rest
+    *dims, _, stream, params, _ = rest
     module, name = function
     if name == "kernelmill_copy":
         to, source, chunks = _words(params, 3)
