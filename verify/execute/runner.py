@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -80,8 +80,10 @@ def spec_of(packed: PackedArtifact) -> Spec:
 class Runner:
     """One run of a bundle. ``private``: a folder that only this user can read, for the children's memory."""
 
-    def __init__(self, bundle: Path, packed: Sequence[PackedArtifact], private: Path, keep: bool) -> None:
-        self.bundle, self.packed, self.private, self.keep = bundle, packed, private, keep
+    def __init__(
+        self, bundle: Path, packed: Sequence[PackedArtifact], private: Path, keep: bool, tell: Callable[[str], None]
+    ) -> None:
+        self.bundle, self.packed, self.private, self.keep, self.tell = bundle, packed, private, keep, tell
         self.secret = int.from_bytes(os.urandom(8), "little") >> 1
         self.rng = np.random.default_rng(int.from_bytes(os.urandom(16), "little"))
         self.cases = Cases(CACHE_BYTES)
@@ -204,7 +206,7 @@ class Runner:
                 seconds=round(seconds, 3),
             )
         )
-        print(f"{code:24} {where}: {reason if code != Code.accepted else f'{seconds:.1f} s'}", flush=True)
+        self.tell(f"{code:24} {where}: {reason if code != Code.accepted else f'{seconds:.1f} s'}")
         return alive, code
 
     def _cases(self, child: Child, packed: PackedArtifact, workload: Workload, where: str) -> Iterator[ExecutedCase]:
@@ -304,7 +306,7 @@ class Runner:
                 if (p.id, w.name) in good and w.values == "realistic":
                     by_family.setdefault(p.family, []).append((p, w))
         for name, members in by_family.items():
-            print(f"timing {name}: {len(members)} workloads of artifacts", flush=True)
+            self.tell(f"timing {name}: {len(members)} workloads of artifacts")
             self.timings.append(time_family(self, name, members))
             yield
 
@@ -354,8 +356,17 @@ def environment(device: dict[str, Any], before: dict[str, str], after: dict[str,
     )
 
 
-def run(bundle: Path, out: Path, only: Sequence[str] = (), *, time_too: bool = True, keep: bool = False) -> Results:
-    """Run a bundle and write results to ``out``, after every step anew. Raises NotWhole, MachineFailure."""
+def run(
+    bundle: Path,
+    out: Path,
+    only: Sequence[str] = (),
+    *,
+    time_too: bool = True,
+    keep: bool = False,
+    tell: Callable[[str], None] = print,
+) -> Results:
+    """Run a bundle and write results to ``out``, after every step anew. ``tell`` gets a line per step. What the machine
+    or we could not do is the results' ``failure``. Raises NotWhole."""
     manifest_id, manifest, packed = read_bundle(bundle)
     names = {c.sha256: c.name for c in manifest.candidates}
     chosen = choose(packed, names, only)
@@ -364,7 +375,7 @@ def run(bundle: Path, out: Path, only: Sequence[str] = (), *, time_too: bool = T
     out.mkdir(parents=True, exist_ok=True)
     started, began, smi = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic(), nvidia_smi()
     with tempfile.TemporaryDirectory(prefix="kernelmill-", ignore_cleanup_errors=True) as name:
-        runner = Runner(bundle, chosen, Path(name), keep)
+        runner = Runner(bundle, chosen, Path(name), keep, tell)
 
         def save(failure: str | None) -> Results:
             digest = ""
@@ -479,7 +490,14 @@ def main(bundle: Path, arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep-outputs", action="store_true", help=f"raw outputs of first workloads in {OUTPUTS}")
     options = parser.parse_args(arguments)
     try:
-        results = run(bundle, options.out, options.only, time_too=not options.no_time, keep=options.keep_outputs)
+        results = run(
+            bundle,
+            options.out,
+            options.only,
+            time_too=not options.no_time,
+            keep=options.keep_outputs,
+            tell=partial(print, flush=True),
+        )
     except NotWhole as error:
         print(error, file=sys.stderr)
         return 2

@@ -105,7 +105,7 @@ def time_family(runner: Runner, name: str, members: Sequence[tuple[PackedArtifac
                 case, answer = _ask(runner, child, group)
             except (ChildFault, ChildDied) as error:
                 problems.append(f"{spec} {workload_name}: {error}{runner.last_words()}")
-                print(f"  not timed: {problems[-1]}", flush=True)
+                runner.tell(f"  not timed: {problems[-1]}")
                 if ceilings is None:
                     raise
                 child = None
@@ -116,7 +116,7 @@ def time_family(runner: Runner, name: str, members: Sequence[tuple[PackedArtifac
             timed += new
             if answer["peer"]:
                 peers.append(_peer(runner.private, case, answer))
-            _tell(new, peers[-1] if answer["peer"] else None)
+            runner.tell(_describe(new, peers[-1] if answer["peer"] else None))
     finally:
         if child is not None:
             child.__exit__()
@@ -222,12 +222,11 @@ def _peer(folder: Path, case: Case, answer: dict[str, Any]) -> PeerTimed:
     )
 
 
-def _tell(timed: Sequence[Timed], peer: PeerTimed | None) -> None:
+def _describe(timed: Sequence[Timed], peer: PeerTimed | None) -> str:
     best = min(timed, key=lambda t: t.samples.median)
     against = f", {peer.name} {peer.samples.median:.2f} us" if peer else ", no peer"
-    print(
+    return (
         f"  {best.spec} {best.workload}: best of {len(timed)} {best.samples.median:.2f} us "
         f"[{best.samples.low:.2f}, {best.samples.high:.2f}]{against}; "
-        f"bound {best.bound:.2f} us, {best.share_of_bound:.0%} of it; {best.share_of_target:.0%} of the target",
-        flush=True,
+        f"bound {best.bound:.2f} us, {best.share_of_bound:.0%} of it; {best.share_of_target:.0%} of the target"
     )
