@@ -54,7 +54,8 @@ class Driver:
         except DriverError as error:
             raise NoDriver(f"no usable GPU here: {error}") from None
         except Exception as error:  # The bindings raise what they like when libcuda cannot be loaded.
-            raise NoDriver(f"no CUDA driver here: {' '.join(str(error).split())[:200]}") from None
+            why = " ".join(str(error).split()).partition(". ")[0][:200]
+            raise NoDriver(f"no CUDA driver here: {why}") from None
 
     def call(self, function: str, *arguments: Any) -> Any:
         """Call and check; returns the results after the status: none, one, or a tuple."""

@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -74,6 +75,8 @@ class Child:
         return line
 
     def _died(self) -> ChildDied:
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(5)  # Its end of the pipe closes a little before it ends.
         self.kill()
         return ChildDied(f"the process ended with status {self._process.returncode}", hung=False)
 

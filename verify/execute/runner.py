@@ -206,7 +206,7 @@ class Runner:
                 seconds=round(seconds, 3),
             )
         )
-        self.tell(f"{code:24} {where}: {reason if code != Code.accepted else f'{seconds:.1f} s'}")
+        self.tell(f"{code:24} {where if code == Code.accepted else reason}, {seconds:.1f} s")
         return alive, code
 
     def _cases(self, child: Child, packed: PackedArtifact, workload: Workload, where: str) -> Iterator[ExecutedCase]:
