@@ -155,10 +155,10 @@ class Timer:
                 memory.restore()
                 outputs = call(memory.views(0), request["point"])
                 _save(outputs, Path(request["folder"]) / "peer.npz")
-                for n in range(min(3, memory.copies)):
-                    call(memory.views(n), request["point"])
-                torch.cuda.synchronize()
                 views = [memory.views(n) for n in range(memory.copies)]
+                for view in views:
+                    call(view, request["point"])
+                torch.cuda.synchronize()
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, stream=self.torch_stream):
                     for view in views:
