@@ -537,7 +537,7 @@ def test_tampered_results_are_refused(home: Path, tmp_path: Path, forgery: str) 
 def test_damaged_files_are_refused(home: Path, tmp_path: Path) -> None:
     shutil.copytree(home / "results", tmp_path / "results")
     path = tmp_path / "results" / "results.json"
-    path.write_text(path.read_text().replace('"repeats": 100', '"repeats": 101', 1))
+    path.write_text(path.read_text().replace('"repeats":100', '"repeats":101', 1))
     with pytest.raises(Refused, match="changed after it was written"):
         read_returned(tmp_path / "results", home / "store")
     path.write_text("{}")

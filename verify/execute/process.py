@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -91,7 +92,9 @@ class Child:
         self._log.close()
 
     def kill(self) -> None:
-        self._process.kill()
+        """End it and what it started: torch's compiler has processes of its own. It leads a session, so a group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._log.close()
 

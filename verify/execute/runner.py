@@ -396,7 +396,7 @@ def run(
                 failure=failure or "",
                 status="complete" if failure is None else "failed",
             )
-            (out / RESULTS).write_text(seal(results).model_dump_json(indent=1))
+            (out / RESULTS).write_text(seal(results).model_dump_json())
             return results
 
         failure: str | None = None
