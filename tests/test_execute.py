@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -160,6 +161,14 @@ def test_the_manifest_names_every_file_and_a_changed_one_is_refused(tmp_path: Pa
     assert not any("emulator" in name or "build" in name or name.startswith("kernelmill/agents") for name in there)
     name, again, packed = read_bundle(tmp_path / "bundle")
     assert again == manifest and [p.id for p in packed] == list(manifest.artifacts)
+    # A program that serves two specs is packed once and described twice.
+    (expert,) = find("situ_and_mul.expert")
+    twice = [fake_artifact(SITU, ("T1_P16",)), fake_artifact(expert, ("T1_P8",))]
+    twice[1] = dataclasses.replace(
+        twice[1], artifact=twice[0].artifact.model_copy(update={"plans": twice[1].artifact.plans})
+    )
+    both = pack(twice, tmp_path / "twice")
+    assert len(both.artifacts) == 1 and {p.spec for p in read_bundle(tmp_path / "twice")[2]} == {SITU.name, expert.name}
     assert name == hashlib.sha256((tmp_path / "bundle" / "manifest.json").read_bytes()).hexdigest()
     module = tmp_path / "bundle" / "kernelmill" / "specs" / "tolerance.py"
     module.write_text(module.read_text() + "\n")
@@ -555,7 +564,7 @@ def test_kept_outputs_are_compared_with_a_reference_made_here(home: Path, tmp_pa
     shutil.copytree(home / "results", tmp_path / "results")
     results = results_in(home / "results")
     first = results.executed[0]
-    name = runner.kept_name(first.artifact, first.workload, "out")
+    name = runner.kept_name(first.artifact, first.spec, first.workload, "out")
     with np.load(home / "results" / "outputs.npz") as data:
         outputs = {n: data[n] for n in data.files}
     outputs[name] = outputs[name].copy()
@@ -597,7 +606,7 @@ def test_a_model_that_orders_badly_is_unranked(home: Path) -> None:
     times: list[Timed] = [t for g in timings for t in g.candidates if t.family == "situ_and_mul"]
 
     def found(costs: list[float]) -> tuple[float | None, bool]:
-        (rank,) = ranks(timings, {(t.artifact, t.workload): c for t, c in zip(times, costs, strict=True)}, {})
+        (rank,) = ranks(timings, {(t.artifact, t.spec, t.workload): c for t, c in zip(times, costs, strict=True)}, {})
         assert rank.schedules == 4
         return rank.correlation, rank.ranked
 

@@ -244,7 +244,7 @@ class _Run:
             self.progress(Progress(stage="execute", done=done, total=total, note=" ".join(line.split())[:120]))
 
         units, artifacts = zip(*mine, strict=True)
-        costs = {(r.artifact, r.workload): r.model_cost for r in self.runs}
+        costs = {(r.artifact, r.spec, r.workload): r.model_cost for r in self.runs}
         self.gpu = execute_here(self.request.name, self.request.source, units, artifacts, costs, tell)
 
     def _evidence(self, error: Rejected | None, here: str | None) -> Evidence:
@@ -284,8 +284,8 @@ class _Run:
     def _all_timed(self, gpu: GpuEvidence) -> bool:
         """Whether every executed workload with realistic values was timed."""
         realistic = {w.name for u in self.units for w in u.workloads if w.values == "realistic"}
-        timed = {(t.artifact, t.workload) for g in gpu.timings for t in g.candidates}
-        return {(e.artifact, e.workload) for e in gpu.executed if e.workload in realistic} <= timed
+        timed = {(t.artifact, t.spec, t.workload) for g in gpu.timings for t in g.candidates}
+        return {(e.artifact, e.spec, e.workload) for e in gpu.executed if e.workload in realistic} <= timed
 
     def _command(self) -> str:
         request = self.request

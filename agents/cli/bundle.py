@@ -133,7 +133,7 @@ def _with_workloads(choices: list[Choice], names: tuple[str, ...] | None) -> lis
 
 
 def _build(choices: list[Choice], quiet: bool) -> tuple[list[Built], list[str]]:
-    built: dict[str, Built] = {}
+    built: dict[tuple[str, str], Built] = {}
     skipped: list[str] = []
     with Verifier() as verifier:
         for choice in choices:
@@ -152,6 +152,6 @@ def _build(choices: list[Choice], quiet: bool) -> tuple[list[Built], list[str]]:
                 click.echo(f"  remedy: {REMEDIES[error.code]}", err=True)
                 raise SystemExit(REJECTED) from None
             for b in made:
-                built.setdefault(b.artifact.id, b)
+                built.setdefault(b.key, b)
             skipped += [f"{choice.name}: {line}" for line in left]
     return list(built.values()), skipped

@@ -57,6 +57,11 @@ class Built:
     unit: Unit
     artifact: Artifact
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Artifact and spec; see ``records.PackedArtifact``."""
+        return self.artifact.id, self.unit.spec.name
+
 
 def pack(built: Sequence[Built], to: Path) -> Manifest:
     """Write a bundle to ``to``, which must not exist or be empty. Raises BundleError when it is too large."""
@@ -103,7 +108,7 @@ def _pack_artifact(built: Built, folder: Path) -> None:
         workspaces=workspaces,
         plans=artifact.plans,
     )
-    (folder / f"{artifact.id}.json").write_text(packed.model_dump_json())
+    (folder / f"{packed.name}.json").write_text(packed.model_dump_json())
     (folder / f"{artifact.id}.cubin").write_bytes(artifact.cubin)
 
 

@@ -39,10 +39,10 @@ def execute_here(
     source: str,
     units: Sequence[Unit],
     artifacts: Sequence[Artifact],
-    costs: Mapping[tuple[str, str], float],
+    costs: Mapping[tuple[str, str, str], float],
     tell: Callable[[str], None],
 ) -> GpuEvidence:
-    """Execute and time artifacts that were built for this GPU. ``costs``: (artifact, workload) to model cost.
+    """Execute and time artifacts that were built for this GPU. ``costs``: (artifact, spec, workload) to model cost.
 
     Raises Rejected with the first verdict against the candidate, MachineFailure."""
     sha256 = hashlib.sha256(source.encode(errors="surrogateescape")).hexdigest()

@@ -17,7 +17,8 @@ MANIFEST, RESULTS, OUTPUTS = "manifest.json", "results.json", "outputs.npz"
 
 
 class PackedArtifact(Frozen):
-    """One artifact in a bundle: ``artifacts/ID.json``, with the cubin beside it. ``candidate``: sha256 of the source.
+    """One artifact in a bundle, for one spec: ``artifacts/ID.SPEC.json``, with ``ID.cubin`` beside it. Specs may share
+    an artifact, where a kernel sees no difference. ``candidate``: sha256 of the source.
     ``workspaces``: the candidate's scratch tensors, behind the spec's own. ``plans``: workload name to plan."""
 
     id: str
@@ -32,6 +33,11 @@ class PackedArtifact(Frozen):
     workloads: tuple[Workload, ...]
     workspaces: tuple[TensorSpec, ...]
     plans: dict[str, LaunchPlan]
+
+    @property
+    def name(self) -> str:
+        """Of its file, without the ending."""
+        return f"{self.id}.{self.spec}"
 
 
 class PackedCandidate(Frozen):

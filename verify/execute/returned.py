@@ -52,11 +52,11 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Returned:
-    """Checked results. ``known``: artifact id to what was packed. ``outputs``: raw bytes by ``kept_name``."""
+    """Checked results. ``known``: artifact id and spec to what was packed. ``outputs``: raw bytes by ``kept_name``."""
 
     results: Results
     digest: str
-    known: Mapping[str, tuple[PackedArtifact, Artifact]]
+    known: Mapping[tuple[str, str], tuple[PackedArtifact, Artifact]]
     outputs: Mapping[str, np.ndarray]
 
 
@@ -83,12 +83,13 @@ def read_returned(folder: Path, store: Path) -> Returned:
     return returned
 
 
-def _known(results: Results, store: Path) -> dict[str, tuple[PackedArtifact, Artifact]]:
+def _known(results: Results, store: Path) -> dict[tuple[str, str], tuple[PackedArtifact, Artifact]]:
     manifest = Manifest.model_validate_json(packed_here(store, results.manifest).read_text())
     if manifest.artifacts != results.artifacts:
         raise Refused("the results name other artifacts than the bundle's manifest")
-    known = {name: recall(store, results.manifest, name) for name in manifest.artifacts}
-    for name, (packed, artifact) in known.items():
+    recalled = (recall(store, results.manifest, name) for name in manifest.artifacts)
+    known = {(p.id, p.spec): (p, artifact) for artifact, packed in recalled for p in packed}
+    for (name, _), (packed, artifact) in known.items():
         cubin = hashlib.sha256(artifact.cubin).hexdigest()
         if not cubin == packed.cubin_sha256 == manifest.artifacts[name]:
             raise Refused(f"artifact {name[:12]}: the cubin that was packed is not the one in this checkout's store")
@@ -116,14 +117,14 @@ def _workload(packed: PackedArtifact, name: str) -> Workload:
 
 def _check_executed(returned: Returned) -> None:
     results, cases = returned.results, Cases()
-    seen: set[tuple[str, str]] = set()
+    seen: set[Key] = set()
     for e in results.executed:
         where = f"{e.spec} {e.workload} artifact {e.artifact[:12]}"
-        if e.artifact not in returned.known or (e.artifact, e.workload) in seen:
+        if (e.artifact, e.spec) not in returned.known or (e.artifact, e.spec, e.workload) in seen:
             raise Refused(f"{where}: not in the bundle, or told twice")
-        seen.add((e.artifact, e.workload))
-        packed, _ = returned.known[e.artifact]
-        if (e.spec, e.spec_id, e.candidate) != (packed.spec, packed.spec_id, packed.candidate):
+        seen.add((e.artifact, e.spec, e.workload))
+        packed, _ = returned.known[e.artifact, e.spec]
+        if (e.spec_id, e.candidate) != (packed.spec_id, packed.candidate):
             raise Refused(f"{where}: spec or candidate are not those that were packed")
         workload = _workload(packed, e.workload)
         if e.code not in (*Code, MACHINE):
@@ -180,20 +181,25 @@ def kept_values(spec: Spec, workload: Workload, artifact: str, outputs: Mapping[
     for t in spec.tensors:
         if t.rule is None:
             continue
-        raw, shape = outputs.get(kept_name(artifact, workload.name, t.name)), t.size(spec.point(workload.axes))
+        raw, shape = (
+            outputs.get(kept_name(artifact, spec.name, workload.name, t.name)),
+            t.size(spec.point(workload.axes)),
+        )
         if raw is None or raw.size != math.prod(shape) * t.dtype.bytes:
             raise Refused(f"{OUTPUTS} lacks {t.name} of {spec.name} {workload.name} artifact {artifact[:12]}")
         made[t.name] = torch.from_numpy(raw.reshape(-1)).view(t.dtype.torch).reshape(shape)
     return made
 
 
-def _check_timing(timing: Timing, results: Results, known: Mapping[str, tuple[PackedArtifact, Artifact]]) -> None:
-    good = {(e.artifact, e.workload) for e in results.executed if e.code == Code.accepted}
+def _check_timing(
+    timing: Timing, results: Results, known: Mapping[tuple[str, str], tuple[PackedArtifact, Artifact]]
+) -> None:
+    good = {(e.artifact, e.spec, e.workload) for e in results.executed if e.code == Code.accepted}
     for t in timing.candidates:
         where = f"{t.spec} {t.workload} artifact {t.artifact[:12]}"
-        if (t.artifact, t.workload) not in good:
+        if (t.artifact, t.spec, t.workload) not in good:
             raise Refused(f"{where}: timed, but not executed and accepted")
-        _check_timed(t, timing, known[t.artifact][0], where)
+        _check_timed(t, timing, known[t.artifact, t.spec][0], where)
     for p in timing.peers:
         if not _same(p.samples, statistics(p.samples.values)):
             raise Refused(f"{p.spec} {p.workload}: the peer's median is not that of its samples")
@@ -201,7 +207,7 @@ def _check_timing(timing: Timing, results: Results, known: Mapping[str, tuple[Pa
 
 def _check_timed(t: Timed, timing: Timing, packed: PackedArtifact, where: str) -> None:
     spec, workload = spec_of(packed), _workload(packed, t.workload)
-    if (t.spec, t.family, t.candidate) != (packed.spec, packed.family, packed.candidate):
+    if (t.family, t.candidate) != (packed.family, packed.candidate):
         raise Refused(f"{where}: spec or candidate are not those that were packed")
     plan, hardware = packed.plans[t.workload].launches, hardware_of(packed.target)
     copies, pdl = timing.copies.get(f"{t.spec} {t.workload}", 0), any(n.pdl for n in plan)
@@ -241,19 +247,19 @@ def make_evidence(returned: Returned, parallel: int = 2) -> GpuEvidence:
     )
 
 
-Key = tuple[str, str]
-"""Artifact and workload."""
+Key = tuple[str, str, str]
+"""Artifact, spec and workload."""
 
 
 def _emulated(returned: Returned, native: ForkServer, parallel: int) -> dict[Key, Emulated | str]:
     """Every timed or kept workload, once, with nominal arithmetic; a line where the emulator cannot say."""
-    kept = {(e.artifact, e.workload) for e in returned.results.executed for c in e.cases if c.kept}
-    timed = {(t.artifact, t.workload) for g in returned.results.timings for t in g.candidates}
+    kept = {(e.artifact, e.spec, e.workload) for e in returned.results.executed for c in e.cases if c.kept}
+    timed = {(t.artifact, t.spec, t.workload) for g in returned.results.timings for t in g.candidates}
     cases = Cases()
 
     def one(key: Key) -> Emulated | str:
-        packed, artifact = returned.known[key[0]]
-        workload = _workload(packed, key[1])
+        packed, artifact = returned.known[key[:2]]
+        workload = _workload(packed, key[2])
         try:
             spec = spec_of(packed)
             return emulate(native, artifact, spec, [workload], [0], cases, modes=MODES[:1], keep=key in kept)[0]
@@ -267,7 +273,7 @@ def _emulated(returned: Returned, native: ForkServer, parallel: int) -> dict[Key
 
 def _costs(emulated: Mapping[Key, Emulated | str], returned: Returned) -> dict[Key, float]:
     return {
-        key: model_cost(e.counters, hardware_of(returned.known[key[0]][0].target))
+        key: model_cost(e.counters, hardware_of(returned.known[key[:2]][0].target))
         for key, e in emulated.items()
         if isinstance(e, Emulated)
     }
@@ -279,14 +285,14 @@ def _notes(emulated: Mapping[Key, Emulated | str]) -> dict[Key, str]:
 
 def ranks(timings: Iterable[Timing], costs: Mapping[Key, float], notes: Mapping[Key, str]) -> tuple[Rank, ...]:
     """The rank correlation of model and times over the schedules of each spec and workload that has at least three."""
-    groups: dict[Key, list[Timed]] = {}
+    groups: dict[tuple[str, str], list[Timed]] = {}
     for t in (t for g in timings for t in g.candidates):
         groups.setdefault((t.spec, t.workload), []).append(t)
     made = []
     for (spec, workload), members in groups.items():
         if len(members) < 3:
             continue
-        keys = [(t.artifact, workload) for t in members]
+        keys = [(t.artifact, spec, workload) for t in members]
         missing = next((notes[k] for k in keys if k in notes), "")
         found = None
         if all(k in costs for k in keys):
@@ -306,10 +312,10 @@ def ranks(timings: Iterable[Timing], costs: Mapping[Key, float], notes: Mapping[
 
 
 def _words(emulated: Mapping[Key, Emulated | str], returned: Returned) -> Iterable[Words]:
-    for (artifact, name), e in emulated.items():
+    for (artifact, spec_name, name), e in emulated.items():
         if isinstance(e, str) or e.values is None:
             continue
-        packed, _ = returned.known[artifact]
+        packed, _ = returned.known[artifact, spec_name]
         got = kept_values(spec_of(packed), _workload(packed, name), artifact, returned.outputs)
         for output, value in e.values.items():
             distance = ulp_distance(value, got[output])

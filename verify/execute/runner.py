@@ -292,18 +292,18 @@ class Runner:
             return False
         for name, value in values.items():
             raw = value.contiguous().view(torch.uint8).numpy()
-            self.kept[kept_name(packed.id, workload.name, name)] = raw
+            self.kept[kept_name(packed.id, packed.spec, workload.name, name)] = raw
         return True
 
     # Timing
 
     def time_all(self) -> Iterator[None]:
         """Time what was accepted, a family at a time; yields after each."""
-        good = {(e.artifact, e.workload) for e in self.executed if e.code == Code.accepted}
+        good = {(e.artifact, e.spec, e.workload) for e in self.executed if e.code == Code.accepted}
         by_family: dict[str, list[tuple[PackedArtifact, Workload]]] = {}
         for p in self.packed:
             for w in p.workloads:
-                if (p.id, w.name) in good and w.values == "realistic":
+                if (p.id, p.spec, w.name) in good and w.values == "realistic":
                     by_family.setdefault(p.family, []).append((p, w))
         for name, members in by_family.items():
             self.tell(f"timing {name}: {len(members)} workloads of artifacts")
@@ -311,9 +311,9 @@ class Runner:
             yield
 
 
-def kept_name(artifact: str, workload: str, tensor: str) -> str:
+def kept_name(artifact: str, spec: str, workload: str, tensor: str) -> str:
     """The name in the outputs file of a tensor's raw bytes."""
-    return f"{artifact}.{workload}.{tensor}"
+    return f"{artifact}.{spec}.{workload}.{tensor}"
 
 
 def _group(packed: PackedArtifact) -> tuple[str, str]:

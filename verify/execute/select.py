@@ -60,7 +60,7 @@ def build_choice(
         family=choice.family.name,
     )
     chosen = workloads(choice.specs, choice.workloads)
-    built: dict[str, Built] = {}
+    built: dict[tuple[str, str], Built] = {}
     skipped: list[Rejected] = []
     for units, own in _groups(choice, audited.table, chosen):
         try:
@@ -68,7 +68,8 @@ def build_choice(
                 units = declare(choice.source, audited.workspaces, units, bench)
             made = build(choice.source, choice.family, units, bench, lambda unit, _: on_done(unit.describe()))
             for unit, artifact in zip(units, made, strict=True):
-                built.setdefault(artifact.id, Built(candidate, unit, artifact))
+                one = Built(candidate, unit, artifact)
+                built.setdefault(one.key, one)
         except Rejected as error:
             if own:
                 raise

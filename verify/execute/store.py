@@ -25,23 +25,24 @@ def remember(store: Path, bundle: Path, built: Sequence[Built]) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     for b in built:
         (folder / f"{b.artifact.id}.json").write_text(b.artifact.model_dump_json())
-        packed = f"{b.artifact.id}.json"
+        packed = f"{b.artifact.id}.{b.unit.spec.name}.json"
         (folder / f"packed-{packed}").write_bytes((bundle / "artifacts" / packed).read_bytes())
     (folder / MANIFEST).write_bytes(text)
     return name
 
 
-def recall(store: Path, manifest: str, artifact: str) -> tuple[PackedArtifact, Artifact]:
-    """An artifact of a bundle. Raises NotHere when it is missing or not what its id says."""
+def recall(store: Path, manifest: str, artifact: str) -> tuple[Artifact, list[PackedArtifact]]:
+    """An artifact of a bundle and what it was packed for. Raises NotHere when it is missing or not what its id says."""
     folder = store / "bundles" / manifest
     try:
         kept = Artifact.model_validate_json((folder / f"{artifact}.json").read_text())
-        packed = PackedArtifact.model_validate_json((folder / f"packed-{artifact}.json").read_text())
+        texts = [p.read_text() for p in sorted(folder.glob(f"packed-{artifact}.*.json"))]
+        packed = [PackedArtifact.model_validate_json(t) for t in texts]
     except (OSError, ValidationError):
         raise NotHere(f"artifact {artifact[:12]} is not in the bundle that this checkout packed") from None
-    if kept.id != artifact or packed.id != artifact:
+    if kept.id != artifact or not packed or any(p.id != artifact for p in packed):
         raise NotHere(f"the store's artifact {artifact[:12]} is damaged: its content has id {kept.id[:12]}")
-    return packed, kept
+    return kept, packed
 
 
 def packed_here(store: Path, manifest: str) -> Path:

@@ -26,11 +26,13 @@ def read_bundle(folder: Path) -> tuple[str, Manifest, list[PackedArtifact]]:
         if not path.is_file() or hashlib.sha256(path.read_bytes()).hexdigest() != expected:
             raise NotWhole(f"{name} is missing or not the file that was packed")
     packed = []
-    for artifact, cubin in manifest.artifacts.items():
-        entry: PackedArtifact = PackedArtifact.model_validate_json(
-            (folder / "artifacts" / f"{artifact}.json").read_text()
-        )
-        if entry.id != artifact or entry.cubin_sha256 != cubin:
-            raise NotWhole(f"artifacts/{artifact}.json is of another artifact")
+    for path in (folder / name for name in manifest.files if name.startswith("artifacts/") and name.endswith(".json")):
+        entry: PackedArtifact = PackedArtifact.model_validate_json(path.read_text())
+        if path.stem != entry.name or manifest.artifacts.get(entry.id) != entry.cubin_sha256:
+            raise NotWhole(f"{path.name} is of another artifact")
         packed.append(entry)
+    if {p.id for p in packed} != set(manifest.artifacts):
+        raise NotWhole(f"{MANIFEST} names artifacts that are not described")
+    order = list(manifest.artifacts)
+    packed.sort(key=lambda p: (order.index(p.id), p.spec))
     return hashlib.sha256(text).hexdigest(), manifest, packed
