@@ -229,6 +229,12 @@ class Spec(Frozen):
     def tensor(self, name: str) -> TensorSpec:
         return next(t for t in self.tensors if t.name == name)
 
+    def with_tensors(self, more: tuple[TensorSpec, ...]) -> Spec:
+        """This spec with a candidate's workspaces behind its own tensors; another spec, with another id."""
+        # Not model_copy, which would carry the cached id along.
+        fields = {name: getattr(self, name) for name in Spec.model_fields}
+        return Spec(**fields | {"tensors": (*self.tensors, *more)})
+
     def binding(self, axes: Mapping[str, int]) -> dict[str, int]:
         """The static part of a point of the axes."""
         return {a.name: axes[a.name] for a in self.static_axes}

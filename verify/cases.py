@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,11 +53,13 @@ class Case:
         return sum(2 * p.data.nbytes for p in self.placed) + sum(v.nbytes for v in values)
 
 
-def make_case(spec: Spec, workload: Workload, seed: int) -> Case:
-    """Generate inputs and expected values."""
+def make_case(spec: Spec, workload: Workload, seed: int, edit: Callable[[Tensors], Tensors] | None = None) -> Case:
+    """Generate inputs, changed by ``edit`` if given, and expected values."""
     made_for = family(spec.family)
     axes = spec.point(workload.axes)
     inputs = made_for.inputs(spec, workload, seed)
+    if edit is not None:
+        inputs = edit(inputs)
     placed = tuple(_place(t, layout(t, axes), inputs.get(t.name)) for t in spec.tensors)
     reference = made_for.functions.reference(inputs, axes)
     baseline = made_for.functions.baseline(inputs, axes)

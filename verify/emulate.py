@@ -26,7 +26,8 @@ from kernelmill.verify.layout import layout
 from kernelmill.verify.plan import short_name
 from kernelmill.verify.verdict import Code, MachineFailure, Rejected
 
-MODES: tuple[tuple[int, Approx, Copies], ...] = (
+Mode = tuple[int, Approx, Copies]
+MODES: tuple[Mode, ...] = (
     (0, "nominal", "eager"),
     (1, "nominal", "late"),
     (1, "perturbed", "random"),
@@ -45,13 +46,14 @@ CHILD_LIMITS = Limits(seconds=600.0, memory_bytes=6 << 30, file_bytes=2 << 30, o
 @dataclass(frozen=True)
 class Emulated:
     """One workload's result: the worst comparison of each checked tensor over the runs, counters of the first run,
-    and whether both warp orders gave the same bits."""
+    whether both warp orders gave the same bits, and the outputs of the first run where they were to be kept."""
 
     workload: Workload
     seed: int
     comparisons: tuple[Comparison, ...]
     counters: tuple[KernelCounters, ...]
     order_independent: bool
+    values: Tensors | None = None
 
 
 class FoundByEmulator(Rejected):
@@ -69,12 +71,17 @@ def emulate(
     workloads: Sequence[Workload],
     seeds: Sequence[int],
     cases: Cases,
+    *,
+    modes: Sequence[Mode] = MODES,
+    keep: bool = False,
 ) -> list[Emulated]:
-    """Emulate one artifact on its workloads. Raises Rejected with the first failure, MachineFailure when the emulator
-    does not know an instruction or its child failed."""
+    """Emulate one artifact on its workloads; ``keep`` the outputs' values.
+
+    Raises Rejected with the first failure, MachineFailure when the emulator does not know an instruction or its child
+    failed."""
     done: list[Emulated] = []
     for batch in _batches(spec, [(w, seed) for seed in seeds for w in workloads]):
-        done += _emulate_batch(server, artifact, spec, [cases.get(spec, w, seed) for w, seed in batch])
+        done += _emulate_batch(server, artifact, spec, [cases.get(spec, w, seed) for w, seed in batch], modes, keep)
     return done
 
 
@@ -93,7 +100,14 @@ def _batches(spec: Spec, todo: Sequence[tuple[Workload, int]]) -> Iterator[list[
     yield batch
 
 
-def _emulate_batch(server: ForkServer, artifact: Artifact, spec: Spec, todo: Sequence[Case]) -> list[Emulated]:
+def _emulate_batch(
+    server: ForkServer,
+    artifact: Artifact,
+    spec: Spec,
+    todo: Sequence[Case],
+    modes: Sequence[Mode],
+    keep: bool,
+) -> list[Emulated]:
     seed = todo[0].seed
     with server.folder() as folder:
         spans = _write_inputs(folder, todo)
@@ -102,7 +116,7 @@ def _emulate_batch(server: ForkServer, artifact: Artifact, spec: Spec, todo: Seq
                 plan=artifact.plans[case.workload.name], buffers=buffers, order=order, approx=approx, copies=copies
             )
             for case, buffers in zip(todo, spans, strict=True)
-            for order, approx, copies in MODES
+            for order, approx, copies in modes
         )
         request = EmulateRequest(ptx=artifact.ptx, seed=seed & 0x7FFFFFFF, seconds=RUN_SECONDS, runs=runs)
         (folder / "request.json").write_text(request.model_dump_json())
@@ -111,7 +125,7 @@ def _emulate_batch(server: ForkServer, artifact: Artifact, spec: Spec, todo: Seq
             raise MachineFailure(f"the emulator's process failed on {spec.name} {artifact.target}: {reply.describe()}")
         outcome = EmulateReply.model_validate_json(reply.result)
         _check_whole(outcome, artifact, spec)
-        return [_judge(folder, case, artifact, outcome, n) for n, case in enumerate(todo)]
+        return [_judge(folder, case, artifact, outcome, n, modes, keep) for n, case in enumerate(todo)]
 
 
 def _write_inputs(folder: Path, todo: Sequence[Case]) -> list[tuple[BufferRequest, ...]]:
@@ -145,12 +159,21 @@ def _check_whole(outcome: EmulateReply, artifact: Artifact, spec: Spec) -> None:
         raise Rejected(Code.inspect_ptx, f"{spec.name} {artifact.target}: {outcome.malformed}")
 
 
-def _judge(folder: Path, case: Case, artifact: Artifact, outcome: EmulateReply, n: int) -> Emulated:
+def _judge(
+    folder: Path,
+    case: Case,
+    artifact: Artifact,
+    outcome: EmulateReply,
+    n: int,
+    modes: Sequence[Mode],
+    keep: bool,
+) -> Emulated:
     where = f"{case.spec.name} {case.workload.name} {artifact.target}"
     raw: list[bytes] = []
     worst: dict[str, Comparison] = {}
-    first = n * len(MODES)
-    for k, (order, approx, copies) in enumerate(MODES, start=first):
+    kept: Tensors | None = None
+    first = n * len(modes)
+    for k, (order, approx, copies) in enumerate(modes, start=first):
         if k >= len(outcome.runs):
             raise MachineFailure(f"{where}: the emulator's process returned {len(outcome.runs)} runs, {k + 1} expected")
         finding = outcome.runs[k].finding
@@ -165,12 +188,14 @@ def _judge(folder: Path, case: Case, artifact: Artifact, outcome: EmulateReply, 
             if c.output not in worst or c.share_of_limit > worst[c.output].share_of_limit:
                 worst[c.output] = c
         raw.append(memory)
+        kept = values if keep and kept is None else kept
     return Emulated(
         workload=case.workload,
         seed=case.seed,
         comparisons=tuple(worst.values()),
         counters=outcome.runs[first].counters,
-        order_independent=raw[0] == raw[1],
+        order_independent=all(memory == raw[0] for memory in raw[:2]),
+        values=kept,
     )
 
 

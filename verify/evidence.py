@@ -12,6 +12,7 @@ from kernelmill.specs.data import Frozen, canonical_json
 from kernelmill.specs.tolerance import Comparison
 from kernelmill.verify.artifact import KernelResources
 from kernelmill.verify.emulator.interface import Finding, KernelCounters
+from kernelmill.verify.execute.records import Environment, Executed, Timing
 from kernelmill.verify.verdict import Verdict
 
 FORMAT = 1
@@ -67,6 +68,45 @@ class Claims(Frozen):
         return hashlib.sha256(canonical_json(self.model_dump(mode="json")).encode()).hexdigest()
 
 
+class Rank(Frozen):
+    """How the counter model orders the schedules of one workload against their times on a GPU. ``correlation``:
+    Spearman's, or None where it has no value; ``ranked``: it is at least ``ranking.RANKED``."""
+
+    spec: str
+    workload: str
+    schedules: int
+    correlation: float | None
+    ranked: bool
+    note: str = ""
+
+
+class Words(Frozen):
+    """The emulator's values of one output against the GPU's, word by word. ``ulps``: the largest distance, in steps of
+    the dtype."""
+
+    artifact: str
+    spec: str
+    workload: str
+    output: str
+    words: int
+    differing: int
+    ulps: int
+
+
+class GpuEvidence(Frozen):
+    """What a GPU said of artifacts. ``results``: sha256 of the results that it was taken from."""
+
+    format: int = FORMAT
+    results: str
+    manifest: str
+    seeds: tuple[int, ...]
+    environment: Environment
+    executed: tuple[Executed, ...]
+    timings: tuple[Timing, ...]
+    ranks: tuple[Rank, ...] = ()
+    words: tuple[Words, ...] = ()
+
+
 class StageTime(Frozen):
     stage: str
     seconds: float
@@ -87,8 +127,9 @@ class Context(Frozen):
 
 
 class Evidence(Frozen):
-    """The record beside a kernel and in a pull request."""
+    """The record beside a kernel and in a pull request. ``gpu``: what a GPU said, where one was asked."""
 
     format: int = FORMAT
     claims: Claims
     context: Context
+    gpu: GpuEvidence | None = None

@@ -17,6 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from kernelmill.specs.hardware import Hardware
 from kernelmill.verify.emulator.interface import KernelCounters
 
@@ -32,6 +34,9 @@ BARRIER = 30.0
 LAUNCH_GAP = 1500.0
 """Cycles between two dependent launches: order of magnitude (about 1 us), an assumption of the model."""
 
+RANKED = 0.6
+"""Rank correlation with measured times under which the model's order of schedules is worth nothing: `unranked`."""
+
 MAX_THREADS_PER_SM = 2048
 MAX_CTAS_PER_SM = 32
 """CUDA C++ Programming Guide, technical specifications for compute capability 9.0 and 10.x."""
@@ -40,6 +45,23 @@ MAX_CTAS_PER_SM = 32
 def model_cost(counters: Sequence[KernelCounters], hardware: Hardware) -> float:
     """Model cycles of one call: the sum over its launches. Never to be shown as a time."""
     return sum(_launch(kernel, hardware) for kernel in counters)
+
+
+def rank_correlation(costs: Sequence[float], times: Sequence[float]) -> float | None:
+    """Spearman's: of the ranks of model costs and of measured times, ties sharing their mean rank. None where there are
+    fewer than three or one side has no order."""
+    if len(costs) < 3:
+        return None
+    a, b = _ranks(costs), _ranks(times)
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
+        return None
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    data = np.asarray(values, dtype=np.float64)
+    below, same = data[:, None] > data[None, :], data[:, None] == data[None, :]
+    return below.sum(1) + (same.sum(1) - 1) / 2
 
 
 def _launch(kernel: KernelCounters, hardware: Hardware) -> float:

@@ -27,15 +27,16 @@ from kernelmill.specs.schema import Family, Spec, Workload
 from kernelmill.verify.artifact import Artifact
 from kernelmill.verify.audit import audit
 from kernelmill.verify.build import build
-from kernelmill.verify.build.bench import Bench, Unit
+from kernelmill.verify.build.bench import Bench, Unit, units_of
 from kernelmill.verify.build.schedules import Table
 from kernelmill.verify.build.workspaces import declare
 from kernelmill.verify.cases import Cases
 from kernelmill.verify.emulate import Emulated, FoundByEmulator, emulate
-from kernelmill.verify.evidence import ArtifactClaim, Claims, Context, Evidence, RunClaim, StageTime
+from kernelmill.verify.evidence import ArtifactClaim, Claims, Context, Evidence, GpuEvidence, RunClaim, StageTime
+from kernelmill.verify.execute.inplace import execute_here, target_here
 from kernelmill.verify.forkserver import ForkServer
 from kernelmill.verify.ranking import model_cost
-from kernelmill.verify.verdict import Code, Level, Rejected, Verdict
+from kernelmill.verify.verdict import Code, Level, MachineFailure, Rejected, Verdict
 
 HARDWARE = {"sm_103a": GB300, "sm_100a": B200, "sm_90a": H200}
 """Target to the hardware whose figures the ranking model uses."""
@@ -52,7 +53,7 @@ class Request(Frozen):
 
     ``workloads``: names to run (of any of the specs), or None for all. ``seeds``: input seeds, each run on every
     workload. ``lib``: folder of the shared device functions. ``cache``: folder of the build cache.
-    ``compile_seconds``: deadline of one compiling process.
+    ``compile_seconds``: deadline of one compiling process. ``execute``: also execute and time on this machine's GPU.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Request(Frozen):
     cache: Path
     compile_seconds: float = 120.0
     weak_sandbox: bool = False
+    execute: bool = False
 
 
 class Progress(Frozen):
@@ -148,8 +150,10 @@ class _Run:
     artifacts: list[Artifact] = field(default_factory=list)
     runs: list[RunClaim] = field(default_factory=list)
     cache_hits: int = 0
+    gpu: GpuEvidence | None = None
 
     def go(self) -> Evidence:
+        here = self._target_here() if self.request.execute else None
         try:
             with self._stage("audit"):
                 audited = audit(self.request.source, self.chosen.family)
@@ -158,9 +162,12 @@ class _Run:
                 self._build(audited.workspaces)
             with self._stage("emulate"):
                 self._emulate()
+            if here is not None:
+                with self._stage("execute"):
+                    self._execute(here)
         except Rejected as error:
-            return self._evidence(error)
-        return self._evidence(None)
+            return self._evidence(error, here)
+        return self._evidence(None, here)
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[None]:
@@ -172,17 +179,7 @@ class _Run:
 
     def _units(self, table: Table) -> list[Unit]:
         """One unit per target, spec, static binding and schedule; small workloads first, so that failing is cheap."""
-        groups: dict[
-            tuple[object, ...], tuple[Spec, str, dict[str, int], dict[str, int | str | bool], list[Workload]]
-        ] = {}
-        for target in self.request.targets:
-            for spec in self.chosen.specs:
-                for workload in self.chosen.workloads[spec.name]:
-                    binding = spec.binding(workload.axes)
-                    schedule = table.pick(workload.axes[spec.dynamic_axes[0].name])
-                    key = (target, spec.name, *binding.items(), *schedule.items())
-                    groups.setdefault(key, (spec, target, binding, schedule, []))[4].append(workload)
-        return [Unit(s, t, b, sc, tuple(w)) for s, t, b, sc, w in groups.values()]
+        return units_of(self.request.targets, self.chosen.specs, self.chosen.workloads, table.pick)
 
     def _build(self, workspaces: tuple[str, ...]) -> None:
         lock = threading.Lock()
@@ -230,10 +227,32 @@ class _Run:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _evidence(self, error: Rejected | None) -> Evidence:
+    def _target_here(self) -> str:
+        here = target_here()
+        if here not in self.request.targets:
+            raise MachineFailure(f"--execute: this GPU is {here}, which is not among the targets asked for")
+        return here
+
+    def _execute(self, here: str) -> None:
+        mine = [(u, a) for u, a in zip(self.units, self.artifacts, strict=True) if u.target == here]
+        total = 2 * sum(len(u.workloads) for u, _ in mine)
+        done = 0
+
+        def tell(line: str) -> None:
+            nonlocal done
+            done = min(done + 1, total)
+            self.progress(Progress(stage="execute", done=done, total=total, note=" ".join(line.split())[:120]))
+
+        units, artifacts = zip(*mine, strict=True)
+        costs = {(r.artifact, r.spec, r.workload): r.model_cost for r in self.runs}
+        self.gpu = execute_here(self.request.name, self.request.source, units, artifacts, costs, tell)
+
+    def _evidence(self, error: Rejected | None, here: str | None) -> Evidence:
         request = self.request
         if error is None:
             levels = dict.fromkeys(request.targets, Level.emulated)
+            if self.gpu is not None and here is not None:
+                levels[here] = Level.timed if self._all_timed(self.gpu) else Level.executed
             reason = f"{len(self.runs)} workload runs within tolerance on {len(self.artifacts)} artifacts"
             verdict = Verdict(code=Code.accepted, reason=reason, reproduce=self._command(), levels=levels)
         else:
@@ -260,7 +279,13 @@ class _Run:
             cache_hits=self.cache_hits,
             detail=error.detail[-8000:] if error is not None else "",
         )
-        return Evidence(claims=claims, context=context)
+        return Evidence(claims=claims, context=context, gpu=self.gpu)
+
+    def _all_timed(self, gpu: GpuEvidence) -> bool:
+        """Whether every executed workload with realistic values was timed."""
+        realistic = {w.name for u in self.units for w in u.workloads if w.values == "realistic"}
+        timed = {(t.artifact, t.spec, t.workload) for g in gpu.timings for t in g.candidates}
+        return {(e.artifact, e.spec, e.workload) for e in gpu.executed if e.workload in realistic} <= timed
 
     def _command(self) -> str:
         request = self.request
@@ -271,6 +296,7 @@ class _Run:
         if request.targets != TARGETS:
             words += [w for t in request.targets for w in ("--target", t)]
         words += [w for n in request.workloads or () for w in ("--workload", n)]
+        words += ["--execute"] * request.execute
         if request.seeds != (0,):
             words += [w for s in request.seeds for w in ("--seed", str(s))]
         return shlex.join(words)

@@ -44,6 +44,19 @@ class Code(StrEnum):
     emulate_missing_wait = "emulate.missing_wait"
     emulate_race = "emulate.race"
 
+    execute_launch = "execute.launch"
+    execute_out_of_bounds = "execute.out_of_bounds"
+    execute_misaligned = "execute.misaligned"
+    execute_trap = "execute.trap"
+    execute_hang = "execute.hang"
+    execute_stream = "execute.stream"
+    execute_touched = "execute.touched"
+    execute_mismatch = "execute.mismatch"
+    execute_stale = "execute.stale"
+    execute_nondeterministic = "execute.nondeterministic"
+
+    time_impossible = "time.impossible"
+
 
 REMEDIES: dict[Code, str] = {
     Code.accepted: "Nothing to do.",
@@ -73,6 +86,17 @@ REMEDIES: dict[Code, str] = {
     Code.emulate_trap: "The kernel executed a trap instruction.",
     Code.emulate_missing_wait: "Wait for the copy's group (cp.async.wait_group) before its bytes are used or replaced.",
     Code.emulate_race: "Put a barrier between the two warps' accesses to the same shared bytes.",
+    Code.execute_launch: "The driver refused the kernel or its launch: check cluster, shared memory and registers.",
+    Code.execute_out_of_bounds: "Accessed or changed memory outside of the tensors; emulate it to see where.",
+    Code.execute_misaligned: "Vector accesses need an address that is a multiple of their width.",
+    Code.execute_trap: "The kernel trapped on the GPU: run it in the emulator to see where.",
+    Code.execute_hang: "The kernel did not end before its deadline: look for a barrier or flag that never comes.",
+    Code.execute_stream: "Work only on the given stream, so that a graph can capture it: one node per launch.",
+    Code.execute_touched: "The kernel changed memory that the operation must leave alone.",
+    Code.execute_mismatch: "Values on the GPU are beyond the tolerance, or were never written.",
+    Code.execute_stale: "An output did not follow its inputs: recompute on every call, keep nothing between calls.",
+    Code.execute_nondeterministic: "The same call gave different bits: fix the order of sums, look for a race.",
+    Code.time_impossible: "Faster than the measured ceilings allow: some of the work is not done on every call.",
 }
 """One line each: what the author of the candidate should do."""
 

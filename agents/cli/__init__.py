@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
+from kernelmill.agents.cli.bundle import bundle
 from kernelmill.agents.cli.doctor import doctor
 from kernelmill.agents.cli.errors import OneLineGroup
+from kernelmill.agents.cli.evidence import evidence
 from kernelmill.agents.cli.generate import generate
 from kernelmill.agents.cli.jobs import jobs
 from kernelmill.agents.cli.pulls import pulls
@@ -39,5 +41,5 @@ def main() -> None:
     """A mill for verified CuTe DSL decode kernels: specs in, reviewed pull requests out."""
 
 
-for command in (doctor, generate, jobs, pulls, specs, verify):
+for command in (bundle, doctor, evidence, generate, jobs, pulls, specs, verify):
     main.add_command(command)

@@ -72,7 +72,14 @@ def _disk() -> Check:
 
 def _gpu() -> Check:
     found = shutil.which("nvidia-smi") is not None
-    return Check("gpu", found, "nvidia-smi found" if found else "none: kernels are emulated, never executed", False)
+    return Check(
+        "gpu",
+        found,
+        "nvidia-smi found"
+        if found
+        else "none: kernels are emulated; `kernelmill bundle` packs them for a machine that has one",
+        False,
+    )
 
 
 CHECKS: tuple[Callable[[], Check], ...] = (_python, _packages, _assembler, _sandbox, _git, _disk, _gpu)

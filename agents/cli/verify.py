@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import click
@@ -14,6 +16,7 @@ from rich.text import Text
 
 from kernelmill.agents.cli.console import wide_console
 from kernelmill.agents.cli.errors import OK, REJECTED, MachineTrouble, UsageFailure
+from kernelmill.agents.cli.evidence import show as show_gpu
 from kernelmill.agents.paths import lib_folder, store_folder
 from kernelmill.agents.text import printable
 from kernelmill.specs.registry import UnknownName, find
@@ -29,6 +32,7 @@ Examples:
   kernelmill verify my.py --spec attn_res
   kernelmill verify my.py --spec attn_res.delta_norm --target sm_103a --workload T1_nb4
   kernelmill verify my.py --spec situ_and_mul --json > evidence.json
+  kernelmill verify my.py --spec situ_and_mul --target sm_90a --execute
 
 \b
 Exit status: 0 accepted, 1 rejected, 2 usage, 3 the machine or we could not do it.
@@ -38,7 +42,10 @@ Exit status: 0 accepted, 1 rejected, 2 usage, 3 the machine or we could not do i
 def read_source(path: Path) -> str:
     """The candidate's text. Raises UsageFailure with one line when it cannot be read as bounded UTF-8."""
     try:
-        with path.open("rb") as file:
+        # Without waiting for whoever might write to a pipe; links are the caller's own.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise UsageFailure(f"{path}: not a regular file; give the path of a candidate file")
             data = file.read(MAX_SOURCE_BYTES + 1)
     except OSError as error:
         raise UsageFailure(f"{path}: {error.strerror}; give the path of a candidate file") from None
@@ -52,6 +59,7 @@ def read_source(path: Path) -> str:
 @click.option("--target", "targets", multiple=True, help=f"Repeatable; default: {', '.join(TARGETS)}.")
 @click.option("--workload", "workloads", multiple=True, help="Repeatable; default: every workload of the specs.")
 @click.option("--seed", "seeds", multiple=True, type=click.IntRange(0, 2**63 - 1), help="Input seeds; default 0.")
+@click.option("--execute", is_flag=True, help="Also execute and time on this machine's GPU.")
 @click.option("--weak-sandbox", is_flag=True, help="Go on where the sandbox cannot be set up; cannot be merged.")
 @click.option("--json", "as_json", is_flag=True, help="Print the evidence as JSON and nothing else.")
 def verify(
@@ -60,10 +68,11 @@ def verify(
     targets: tuple[str, ...],
     workloads: tuple[str, ...],
     seeds: tuple[int, ...],
+    execute: bool,
     weak_sandbox: bool,
     as_json: bool,
 ) -> None:
-    """Verify the candidate FILE against a spec: audit, compile, inspect, emulate."""
+    """Verify the candidate FILE against a spec: audit, compile, inspect, emulate; with --execute also on a GPU."""
     try:
         specs = find(spec_name)
         request = Request(
@@ -76,6 +85,7 @@ def verify(
             lib=lib_folder(),
             cache=store_folder() / "cache",
             weak_sandbox=weak_sandbox,
+            execute=execute,
         )
         evidence = _run(request, quiet=as_json)
     except UnknownName as error:
@@ -121,6 +131,8 @@ def _show(evidence: Evidence, console: Console) -> None:
             note = "" if level in ("executed", "timed") else ", never executed"
             console.print(f"  {target}: {level}{note}")
         _show_runs(evidence, console)
+        if evidence.gpu is not None:
+            show_gpu(evidence.gpu, console)
     else:
         console.print(Text(f"  remedy: {REMEDIES[verdict.code]}"), soft_wrap=True)
         if evidence.context.detail:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,26 @@ class Unit:
         binding = " ".join(f"{k}={v}" for k, v in self.binding.items())
         schedule = " ".join(f"{k}={v}" for k, v in self.schedule.items())
         return f"{self.spec.name} {binding} {self.target} ({schedule})"
+
+
+def units_of(
+    targets: Iterable[str],
+    specs: Sequence[Spec],
+    workloads: Mapping[str, Sequence[Workload]],
+    pick: Callable[[int], Schedule],
+) -> list[Unit]:
+    """One unit per target, spec, static binding and schedule, in the order of the specs' workloads.
+
+    ``workloads``: spec name to its workloads. ``pick``: value of the first dynamic axis to the schedule."""
+    groups: dict[tuple[object, ...], tuple[Spec, str, dict[str, int], Schedule, list[Workload]]] = {}
+    for target in targets:
+        for spec in specs:
+            for workload in workloads[spec.name]:
+                binding = spec.binding(workload.axes)
+                schedule = pick(workload.axes[spec.dynamic_axes[0].name])
+                key = (target, spec.name, *binding.items(), *schedule.items())
+                groups.setdefault(key, (spec, target, binding, schedule, []))[4].append(workload)
+    return [Unit(s, t, b, sc, tuple(w)) for s, t, b, sc, w in groups.values()]
 
 
 @dataclass(frozen=True)

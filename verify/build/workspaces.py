@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError
 
 from kernelmill.specs.data import Frozen
-from kernelmill.specs.schema import DType, Role, Spec, TensorSpec
+from kernelmill.specs.schema import DType, Role, TensorSpec
 from kernelmill.verify.build.bench import Bench, Unit
 from kernelmill.verify.forkserver import Limits
 from kernelmill.verify.verdict import Code, Rejected
@@ -56,7 +56,7 @@ def declare(source: str, names: Sequence[str], units: Sequence[Unit], bench: Ben
         raise Rejected(Code.audit_signature, f"workspace: no answer: {reply.describe()}", reply.output) from None
     if len(declared) != len(units):
         raise Rejected(Code.audit_signature, f"workspace: {len(declared)} answers for {len(units)} units")
-    return [_with(u, _tensors(u, names, d)) for u, d in zip(units, declared, strict=True)]
+    return [replace(u, spec=u.spec.with_tensors(_tensors(u, names, d))) for u, d in zip(units, declared, strict=True)]
 
 
 def _tensors(unit: Unit, names: Sequence[str], declared: Any) -> tuple[TensorSpec, ...]:
@@ -87,9 +87,3 @@ def _tensors(unit: Unit, names: Sequence[str], declared: Any) -> tuple[TensorSpe
                 )
         made.append(tensor)
     return tuple(made)
-
-
-def _with(unit: Unit, workspaces: tuple[TensorSpec, ...]) -> Unit:
-    # Not model_copy, which would carry the old spec's cached id along.
-    fields = {name: getattr(unit.spec, name) for name in Spec.model_fields}
-    return replace(unit, spec=Spec(**fields | {"tensors": (*unit.spec.tensors, *workspaces)}))

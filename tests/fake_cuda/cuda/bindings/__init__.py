@@ -1,0 +1,1 @@
+"""Stands before the real package in a child of a test."""
