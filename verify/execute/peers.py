@@ -58,10 +58,7 @@ def attn_res(t: Tensors, p: Mapping[str, int]) -> Tensors:
 
 def kda_in_proj(t: Tensors, p: Mapping[str, int]) -> Tensors:
     """``x W^T``."""
-    x = t["x"]
-    (weight,) = (v for name, v in t.items() if name in ("w", "weight"))
-    (out,) = (name for name in t if name in ("z", "out"))
-    return {out: functional.linear(x, weight)}
+    return {"z": functional.linear(t["x"], t["w"])}
 
 
 def _plain(name: str) -> Call:
