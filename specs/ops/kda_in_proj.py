@@ -152,7 +152,7 @@ def cost(spec: Spec, axes: Mapping[str, int]) -> Cost:
 def _workloads() -> tuple[Workload, ...]:
     made = []
     for ranks in RANKS[1:]:
-        for rows in (1, 2, 5, 8, 16, 33, 64):
+        for rows in (1, 2, 3, 8, 16, 33, 64):
             axes = {"N": width(ranks), "K": HIDDEN, "T": rows}
             weight = LAYERS if rows in (1, 8, 64) else 0
             made.append(Workload(name=f"T{rows}_P{ranks}", axes=axes, weight=weight))
