@@ -9,6 +9,7 @@ tensor cores").
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from llvmlite import ir
@@ -180,11 +181,6 @@ def _signed(code: Code, magnitude: ir.Value, negative: ir.Value) -> ir.Value:
     return code.b.sub(code.b.xor(magnitude, negative), negative)
 
 
-def _abs(code: Code, value: ir.Value) -> ir.Value:
-    sign = code.b.ashr(value, code.const(value.type, 31))
-    return _signed(code, value, sign)
-
-
 def _aligned(code: Code, magnitude: ir.Value, places: ir.Value) -> ir.Value:
     """A term's magnitude, moved down by ``places`` and cut."""
     b = code.b
@@ -206,8 +202,47 @@ def _to_single(code: Code, exact: ir.Value) -> ir.Value:
     return b.bitcast(b.fptrunc(result, vec(_F32, N)), _COLUMNS)
 
 
+def _bfloat_or_half(code: Code, kind: str, bits: ir.Value) -> ir.Value:
+    """f32 of 16-bit floats that are the low halves of 32-bit lanes."""
+    b = code.b
+    count = bits.type.count
+    if kind == "f16":
+        return b.fpext(b.bitcast(b.trunc(bits, vec(I16, count)), vec(ir.HalfType(), count)), vec(_F32, count))
+    return b.bitcast(b.shl(bits, code.const(bits.type, 16)), vec(_F32, count))
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """A in memory, 4 registers of 64 elements; B and its parts as one vector of columns per k."""
+
+    kind: str
+    a_bits: ir.Value
+    a_values: ir.Value
+    a_exponents: ir.Value
+    b_bits: list[ir.Value]
+    b_exponents: list[ir.Value]
+
+    @property
+    def bias(self) -> int:
+        return (1 << _BITS[self.kind][0] - 1) - 1
+
+    def a(self, code: Code, where: ir.Value, type: ir.Type, group: ir.Value, half: int, k: int) -> ir.Value:
+        """Element [group + 8 * half, k] of an array over A, in all columns."""
+        at = ((half + 2 * (k // 8)) * LANES + k % 8 // 2) * 8 + k % 2 * 4
+        row = code.b.mul(code.b.zext(group, I64), code.i64(32))
+        return code.splat(code.load(code.at(code.at(where, at), row), type, 4), N)
+
+
+NEAR = 40
+"""Binades around 1 within which f32 holds every product, scaled to any alignment, exactly."""
+
+
 def multiply(kind: str) -> str:
-    """The helper for one MMA: A and B in ``data`` as 6 registers per lane, C in ``data2``, where D goes too."""
+    """The helper for one MMA: A and B in ``data`` as 6 registers per lane, C in ``data2``, where D goes too.
+
+    Operands whose exponents are moderate, nearly all there are, take a path through f32, where the conversion to an
+    integer is the cut; the others one through integers.
+    """
     exponent_bits, fraction_bits = _BITS[kind]
     bias = (1 << exponent_bits - 1) - 1
     top = (1 << exponent_bits) - 1
@@ -215,127 +250,165 @@ def multiply(kind: str) -> str:
     def emit(code: Code) -> None:
         b = code.b
         halves = vec(I32, 2 * LANES)
-        a_significands, a_exponents = (b.alloca(halves, size=4) for _ in range(2))
-        special = code.const(ir.IntType(1), 0)
+        arrays = [b.alloca(vec(element, 2 * LANES), size=4) for element in (I32, _F32, I32)]
+        special = far = code.const(ir.IntType(1), 0)
 
-        def is_special(bits: ir.Value, exponent: int) -> ir.Value:
-            field = b.and_(bits, code.const(bits.type, exponent))
-            flags = b.zext(b.icmp_unsigned("==", field, code.const(bits.type, exponent)), bits.type)
-            return code.any_bit(flags)
+        def look(bits: ir.Value) -> tuple[ir.Value, ir.Value, ir.Value]:
+            """Exponents, whether any is infinite or NaN, whether any is out of the f32 path's range."""
+            field = b.and_(b.lshr(bits, code.const(bits.type, fraction_bits)), code.const(bits.type, top))
+            zero = b.icmp_unsigned("==", b.and_(bits, code.const(bits.type, 0x7FFF)), code.const(bits.type, 0))
+            infinite = b.icmp_unsigned("==", field, code.const(bits.type, top))
+            subnormal = b.icmp_unsigned("==", field, code.const(bits.type, 0))
+            exponent = b.select(subnormal, code.const(bits.type, 1), field)
+            least, most = max(bias - NEAR, 0), min(bias + NEAR, top - 1)
+            beyond = b.icmp_unsigned(
+                ">", b.sub(field, code.const(bits.type, least)), code.const(bits.type, most - least)
+            )
+            beyond = b.and_(beyond, b.not_(zero))
+            exponent = b.select(zero, code.const(bits.type, _NO_TERM), exponent)
+            return exponent, *(code.any_bit(b.zext(f, bits.type)) for f in (infinite, beyond))
 
         for r in range(4):
-            raw = code.load(code.at(code.field("data"), r * LANES * 4), vec(I16, 2 * LANES), 4)
-            special = b.or_(special, is_special(raw, top << fraction_bits))
-            bits = b.zext(raw, halves)
-            significand, exponent = _decode(code, bits, exponent_bits, fraction_bits)
-            negative = b.sub(code.const(halves, 0), b.lshr(bits, code.const(halves, 15)))
-            code.store(_signed(code, significand, negative), code.at(a_significands, r * 256), 4)
-            code.store(exponent, code.at(a_exponents, r * 256), 4)
-
-        columns, b_significands, b_exponents = [], [], []
-        for k in range(K):
-            raw = ir.Constant(vec(I16, N), ir.Undefined)
-            for n in range(N):
-                at = 4 * LANES * 4 + (k // 8 * LANES + n * 4 + k % 8 // 2) * 4 + k % 2 * 2
-                raw = b.insert_element(raw, code.load(code.at(code.field("data"), at), I16, 2), code.i32(n))
-            special = b.or_(special, is_special(raw, top << fraction_bits))
-            bits = b.zext(raw, _COLUMNS)
-            significand, exponent = _decode(code, bits, exponent_bits, fraction_bits)
-            negative = b.sub(code.const(_COLUMNS, 0), b.lshr(bits, code.const(_COLUMNS, 15)))
-            columns.append(raw)
-            b_significands.append(_signed(code, significand, negative))
+            bits = b.zext(code.load(code.at(code.field("data"), r * LANES * 4), vec(I16, 2 * LANES), 4), halves)
+            exponent, infinite, beyond = look(bits)
+            special, far = b.or_(special, infinite), b.or_(far, beyond)
+            for where, value in zip(arrays, (bits, _bfloat_or_half(code, kind, bits), exponent), strict=True):
+                code.store(value, code.at(where, r * 256), 4)
+        b_bits, b_exponents = [], []
+        for k in range(0, K, 2):
+            words = code.load(code.at(code.field("data"), (4 + k // 8) * LANES * 4), vec(I32), 4)
+            pair = b.shuffle_vector(words, words, code.lanes(I32, [n * 4 + k % 8 // 2 for n in range(N)]))
+            b_bits += [b.and_(pair, code.const(_COLUMNS, 0xFFFF)), b.lshr(pair, code.const(_COLUMNS, 16))]
+        for bits in b_bits:
+            exponent, infinite, beyond = look(bits)
+            special, far = b.or_(special, infinite), b.or_(far, beyond)
             b_exponents.append(exponent)
         for r in range(4):
             raw = code.load(code.at(code.field("data2"), r * LANES * 4), vec(I32), 4)
-            special = b.or_(special, is_special(raw, 0x7F800000))
+            field = b.and_(b.lshr(raw, code.const(raw.type, 23)), code.const(raw.type, 255))
+            zero = b.icmp_unsigned("==", b.shl(raw, code.const(raw.type, 1)), code.const(raw.type, 0))
+            small = b.and_(b.icmp_unsigned("<", field, code.const(raw.type, 127 - 2 * NEAR)), b.not_(zero))
+            infinite = b.icmp_unsigned("==", field, code.const(raw.type, 255))
+            special = b.or_(special, code.any_bit(b.zext(infinite, raw.type)))
+            far = b.or_(far, code.any_bit(b.zext(small, raw.type)))
 
+        operands_ = _Operands(kind, *arrays, b_bits, b_exponents)
+        exact = code.block()
+        quick = code.block()
+        b.cbranch(b.or_(far, special), exact, quick)
+        b.position_at_end(quick)
+        b_values = [_bfloat_or_half(code, kind, bits) for bits in b_bits]
         with code.loop(8) as group:
             for half in range(2):
-                _row(code, kind, bias, fraction_bits, group, half, a_significands, a_exponents, b_significands,
-                     b_exponents, columns, special)  # fmt: skip
+                row = _Row(code, group, half)
+                row.store(_quick(code, operands_, b_values, row))
+        b.ret(code.i32(0))
+        b.position_at_end(exact)
+        with code.loop(8) as group:
+            for half in range(2):
+                row = _Row(code, group, half)
+                d = _exact(code, operands_, row)
+                row.store(d)
+                with code.when(special):
+                    row.store(_special(code, operands_, row, d))
         b.ret(code.i32(0))
 
     return need(f"km.mma.{kind}", emit)
 
 
-def _row(
-    code: Code,
-    kind: str,
-    bias: int,
-    fraction_bits: int,
-    group: ir.Value,
-    half: int,
-    a_significands: ir.Value,
-    a_exponents: ir.Value,
-    b_significands: list[ir.Value],
-    b_exponents: list[ir.Value],
-    columns: list[ir.Value],
-    special: ir.Value,
-) -> None:
-    """Row ``group + 8 * half`` of D: its N columns are the vector."""
+class _Row:
+    """Row ``group + 8 * half`` of C and D, whose N columns are a vector."""
+
+    def __init__(self, code: Code, group: ir.Value, half: int) -> None:
+        self.code, self.group, self.half = code, group, half
+        at = code.b.mul(code.b.zext(group, I64), code.i64(16))
+        self.places = [code.at(code.at(code.field("data2"), (2 * half + h) * LANES * 4), at) for h in range(2)]
+        quads = [code.load(place, vec(I32, 4), 4) for place in self.places]
+        self.c = code.b.shuffle_vector(*quads, code.lanes(I32, [n // 2 + 4 * (n % 2) for n in range(N)]))
+
+    def store(self, value: ir.Value) -> None:
+        for h, place in enumerate(self.places):
+            part = self.code.b.shuffle_vector(value, value, self.code.lanes(I32, range(h, N, 2)))
+            self.code.store(part, place, 4)
+
+
+def _most(code: Code, o: _Operands, row: _Row, c_exponent: ir.Value) -> tuple[ir.Value, list[ir.Value]]:
+    """The largest exponent of any term, and those of the products; all with twice the bias."""
     b = code.b
-    base = b.mul(b.zext(group, I64), code.i64(32))
-    pair = [code.at(code.at(code.field("data2"), (2 * half + h) * LANES * 4), b.mul(b.zext(group, I64), code.i64(16)))
-            for h in range(2)]  # fmt: skip
-    quads = [code.load(p, vec(I32, 4), 4) for p in pair]
-    c = b.shuffle_vector(*quads, code.lanes(I32, [n // 2 + 4 * (n % 2) for n in range(N)]))
-    c_significand, c_exponent = _decode(code, c, 8, 23)
-    c_exponent = b.sub(c_exponent, code.const(_COLUMNS, 127))
-
-    def operand(where: ir.Value, k: int) -> ir.Value:
-        """a[row, k], decoded, in all columns."""
-        at = ((half + 2 * (k // 8)) * LANES + k % 8 // 2) * 8 + k % 2 * 4
-        return code.splat(code.load(code.at(code.at(where, at), base), I32, 4), N)
-
-    exponents = [b.add(operand(a_exponents, k), b_exponents[k]) for k in range(K)]
-    most = b.add(c_exponent, code.const(_COLUMNS, 2 * bias))
-    for exponent in exponents:
-        most = b.select(b.icmp_signed(">", exponent, most), exponent, most)
-    total = code.const(_COLUMNS, 0)
+    most = b.add(c_exponent, code.const(_COLUMNS, 2 * o.bias - 127))
+    exponents = []
     for k in range(K):
-        product = b.mul(operand(a_significands, k), b_significands[k])
-        raised = b.shl(_abs(code, product), code.const(_COLUMNS, FRACTION - 2 * fraction_bits))
-        term = _aligned(code, raised, b.sub(most, exponents[k]))
-        total = b.add(total, _signed(code, term, b.ashr(product, code.const(_COLUMNS, 31))))
-    most = b.sub(most, code.const(_COLUMNS, 2 * bias))
-    raised = b.shl(c_significand, code.const(_COLUMNS, FRACTION - 23))
-    term = _aligned(code, raised, b.sub(most, c_exponent))
-    addend = _signed(code, term, b.ashr(c, code.const(_COLUMNS, 31)))
+        exponents.append(b.add(o.a(code, o.a_exponents, I32, row.group, row.half, k), o.b_exponents[k]))
+        most = code.intrinsic(f"llvm.smax.v{N}i32", _COLUMNS, exponents[k], most)
+    return most, exponents
 
-    # Both parts and their sum are integers below 2^33, exact in f64.
+
+def _power(code: Code, exponent: ir.Value) -> ir.Value:
+    """f64 of two to the ``exponent``."""
+    wide = vec(I64, N)
+    biased = code.b.add(exponent, code.const(_COLUMNS, 1023))
+    return code.b.bitcast(code.b.shl(code.b.zext(biased, wide), code.const(wide, 52)), vec(_F64, N))
+
+
+def _sum(code: Code, total: ir.Value, addend: ir.Value, most: ir.Value) -> ir.Value:
+    """D of both parts, integers below 2^33 in units of two to the (``most`` - FRACTION): exact in f64."""
+    b = code.b
     doubles = vec(_F64, N)
     exact = b.fadd(b.sitofp(total, doubles), b.sitofp(addend, doubles))
-    floor = code.const(_COLUMNS, -600)  # all terms zero
-    most = b.select(b.icmp_signed(">", most, floor), most, floor)
-    scale = b.shl(b.zext(b.add(most, code.const(_COLUMNS, 1023 - FRACTION)), vec(I64, N)), code.const(vec(I64, N), 52))
-    d = _to_single(code, b.fmul(exact, b.bitcast(scale, doubles)))
-
-    def store(value: ir.Value) -> None:
-        for h in range(2):
-            code.store(b.shuffle_vector(value, value, code.lanes(I32, range(h, N, 2))), pair[h], 4)
-
-    store(d)
-    with code.when(special):
-        # Infinities and NaNs as f64 arithmetic has them; finite f64 sums cannot overflow.
-        halves = code.field("data")
-        f64 = b.fpext(b.bitcast(c, vec(_F32, N)), doubles)
-        for k in range(K):
-            at = ((half + 2 * (k // 8)) * LANES + k % 8 // 2) * 4 + k % 2 * 2
-            lane = code.load(code.at(code.at(halves, at), b.mul(b.zext(group, I64), code.i64(16))), I16, 2)
-            f64 = b.fadd(f64, b.fmul(*(_double(code, kind, v) for v in (code.splat(lane, N), columns[k]))))
-        bits = b.bitcast(f64, vec(I64, N))
-        magnitude = b.and_(bits, code.const(bits.type, (1 << 63) - 1))
-        infinite = b.icmp_unsigned("==", magnitude, code.const(bits.type, 0x7FF << 52))
-        nan = b.icmp_unsigned(">", magnitude, code.const(bits.type, 0x7FF << 52))
-        high = b.trunc(b.lshr(bits, code.const(bits.type, 32)), _COLUMNS)
-        signed = b.or_(b.and_(high, code.const(_COLUMNS, 1 << 31)), code.const(_COLUMNS, 0x7F800000))
-        store(b.select(nan, code.const(_COLUMNS, _NAN), b.select(infinite, signed, d)))
+    most = code.intrinsic(f"llvm.smax.v{N}i32", _COLUMNS, most, code.const(_COLUMNS, -600))  # all terms zero
+    return _to_single(code, b.fmul(exact, _power(code, b.sub(most, code.const(_COLUMNS, FRACTION)))))
 
 
-def _double(code: Code, kind: str, bits: ir.Value) -> ir.Value:
-    """16-bit floats as f64."""
+def _quick(code: Code, o: _Operands, b_values: list[ir.Value], row: _Row) -> ir.Value:
     b = code.b
-    doubles = vec(_F64, N)
-    if kind == "f16":
-        return b.fpext(b.bitcast(bits, vec(ir.HalfType(), N)), doubles)
-    return b.fpext(b.bitcast(b.shl(b.zext(bits, _COLUMNS), code.const(_COLUMNS, 16)), vec(_F32, N)), doubles)
+    singles = vec(_F32, N)
+    _, c_exponent = _decode(code, row.c, 8, 23)
+    most, _ = _most(code, o, row, c_exponent)
+    most = b.sub(most, code.const(_COLUMNS, 2 * o.bias))
+    least = code.const(_COLUMNS, -2 * NEAR)  # where all terms are zero
+    most = code.intrinsic(f"llvm.smax.v{N}i32", _COLUMNS, most, least)
+    unit = b.sub(code.const(_COLUMNS, FRACTION + 127), most)
+    scale = b.bitcast(b.shl(unit, code.const(_COLUMNS, 23)), singles)
+    total = code.const(_COLUMNS, 0)
+    for k in range(K):
+        product = b.fmul(o.a(code, o.a_values, _F32, row.group, row.half, k), b_values[k])
+        total = b.add(total, b.fptosi(b.fmul(product, scale), _COLUMNS))
+    addend = b.fptosi(b.fmul(b.bitcast(row.c, singles), scale), _COLUMNS)
+    return _sum(code, total, addend, most)
+
+
+def _exact(code: Code, o: _Operands, row: _Row) -> ir.Value:
+    b = code.b
+    exponent_bits, fraction_bits = _BITS[o.kind]
+    c_significand, c_exponent = _decode(code, row.c, 8, 23)
+    most, exponents = _most(code, o, row, c_exponent)
+    total = code.const(_COLUMNS, 0)
+    for k in range(K):
+        a_bits = o.a(code, o.a_bits, I32, row.group, row.half, k)
+        pair = [_decode(code, bits, exponent_bits, fraction_bits)[0] for bits in (a_bits, o.b_bits[k])]
+        raised = b.shl(b.mul(*pair), code.const(_COLUMNS, FRACTION - 2 * fraction_bits))
+        term = _aligned(code, raised, b.sub(most, exponents[k]))
+        sign = b.shl(b.xor(a_bits, o.b_bits[k]), code.const(_COLUMNS, 16))
+        total = b.add(total, _signed(code, term, b.ashr(sign, code.const(_COLUMNS, 31))))
+    most = b.sub(most, code.const(_COLUMNS, 2 * o.bias))
+    raised = b.shl(c_significand, code.const(_COLUMNS, FRACTION - 23))
+    term = _aligned(code, raised, b.sub(most, b.sub(c_exponent, code.const(_COLUMNS, 127))))
+    return _sum(code, total, _signed(code, term, b.ashr(row.c, code.const(_COLUMNS, 31))), most)
+
+
+def _special(code: Code, o: _Operands, row: _Row, finite: ir.Value) -> ir.Value:
+    """Infinities and NaNs as f64 arithmetic has them, which cannot overflow; elsewhere ``finite``."""
+    b = code.b
+    doubles, wide = vec(_F64, N), vec(I64, N)
+    total = b.fpext(b.bitcast(row.c, vec(_F32, N)), doubles)
+    for k in range(K):
+        a_bits = o.a(code, o.a_bits, I32, row.group, row.half, k)
+        pair = [b.fpext(_bfloat_or_half(code, o.kind, bits), doubles) for bits in (a_bits, o.b_bits[k])]
+        total = b.fadd(total, b.fmul(*pair))
+    bits = b.bitcast(total, wide)
+    magnitude = b.and_(bits, code.const(wide, (1 << 63) - 1))
+    infinite = b.icmp_unsigned("==", magnitude, code.const(wide, 0x7FF << 52))
+    nan = b.icmp_unsigned(">", magnitude, code.const(wide, 0x7FF << 52))
+    high = b.trunc(b.lshr(bits, code.const(wide, 32)), _COLUMNS)
+    signed = b.or_(b.and_(high, code.const(_COLUMNS, 1 << 31)), code.const(_COLUMNS, 0x7F800000))
+    return b.select(nan, code.const(_COLUMNS, _NAN), b.select(infinite, signed, finite))
