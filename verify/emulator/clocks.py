@@ -54,7 +54,7 @@ class Clocks:
 
     def _limit(self, head: np.ndarray, warps: list[int]) -> None:
         least = self.clock[warps].min(axis=1)
-        head["race_limit"][warps] = least << np.uint32(WARP_BITS) | np.uint32(LANES - 1)
+        head["race_limit"][warps] = least << np.uint32(WARP_BITS) | np.uint32((1 << WARP_BITS) - 1)
 
     def publish(self, head: np.ndarray, warp: int, known: np.ndarray | None) -> np.ndarray:
         """``warp`` arrives: what it did and knows, joined with what is ``known``. Its next accesses are a new epoch."""

@@ -1,6 +1,6 @@
 """Races between the warps of a CTA in shared memory, as native code.
 
-Every access is stamped with ``epoch << 5 | warp``. A warp's epoch is the CTA's time when it last arrived at a barrier
+Every access is stamped with ``epoch << 6 | warp``. A warp's epoch is the CTA's time when it last arrived at a barrier
 or fence; its vector clock says up to which epoch it knows what each other warp did. An access that meets a conflicting
 one with a stamp beyond the clock is a race: no barrier orders the two, whatever order they ran in here. Stamps are kept
 per cell of 1, 2 or 4 bytes, the narrowest shared access of the kernel, so that neighbours never conflict.
@@ -20,7 +20,10 @@ from llvmlite import ir
 from kernelmill.verify.emulator.native import I32, I64, PTR, Code, call_helper, need, vec
 from kernelmill.verify.emulator.state import LANES, Fault, Space
 
-WARP_BITS = 5
+WARP_BITS = 6
+"""Of a stamp: the warp's number and :data:`MIXED`."""
+MIXED = 32
+"""Set in a cell's latest read stamp when unordered warps have read it: the stamp then stands for all of them."""
 NEVER = (1 << 32 - WARP_BITS) - 1
 """Clock entry of a warp that cannot race with this one: itself, or none."""
 
@@ -66,12 +69,18 @@ def doubt(code: Code, access: Access, writes: bool) -> ir.Value:
     limit = code.splat(code.get("race_limit", I32), access.cells)
     last = code.load(code.at(code.get("race_writes", PTR), at), wide, 4)
     own = code.splat(code.get("race_warp", I32), access.cells)
-    foreign = b.icmp_unsigned("!=", b.and_(last, code.const(wide, LANES - 1)), own)
-    late = b.and_(b.icmp_unsigned(">", last, limit), foreign)
+    late = _by_others(code, last, own, limit)
     if writes:
         read = code.load(code.at(code.get("race_reads", PTR), at), wide, 4)
-        late = b.or_(late, b.icmp_unsigned(">", read, limit))
+        late = b.or_(late, _by_others(code, read, own, limit))
     return code.any_bit(b.zext(late, wide))
+
+
+def _by_others(code: Code, stamps: ir.Value, own: ir.Value, limit: ir.Value) -> ir.Value:
+    """Which stamps are not the warp's alone and beyond what it knows whoever made them."""
+    b = code.b
+    foreign = b.icmp_unsigned("!=", b.and_(stamps, code.const(stamps.type, (1 << WARP_BITS) - 1)), own)
+    return b.and_(b.icmp_unsigned(">", stamps, limit), foreign)
 
 
 def check(code: Code, access: Access, writes: bool) -> None:
@@ -97,7 +106,10 @@ def mark(code: Code, access: Access, writes: bool) -> None:
         return
     read = code.at(code.get("race_reads", PTR), at)
     known = code.load(read, stamps.type, 4)
-    code.store(b.select(b.icmp_unsigned(">", known, stamps), known, stamps), read, 4)
+    own, limit = (code.splat(code.get(f"race_{name}", I32), access.cells) for name in ("warp", "limit"))
+    latest = b.select(b.icmp_unsigned(">", known, stamps), known, stamps)
+    mixed = b.or_(latest, code.const(stamps.type, MIXED))
+    code.store(b.select(_by_others(code, known, own, limit), mixed, stamps), read, 4)
     mine = code.at(code.get("race_warp_reads", PTR), b.add(at, _row(code, code.get("race_warp", I32))))
     code.store(stamps, mine, 4)
 
@@ -167,7 +179,7 @@ def synchronise() -> str:
         known = b.select(own, code.const(wide, NEVER), known)
         code.store(known, clock, 4)
         least = code.intrinsic(f"llvm.vector.reduce.umin.v{LANES}i32", I32, known)
-        code.put("race_limit", b.or_(b.shl(least, code.i32(WARP_BITS)), code.i32(LANES - 1)))
+        code.put("race_limit", b.or_(b.shl(least, code.i32(WARP_BITS)), code.i32((1 << WARP_BITS) - 1)))
         time = code.get("race_time", PTR)
         now = b.add(code.load(time, I32, 4), code.i32(1))
         code.store(now, time, 4)
