@@ -292,7 +292,8 @@ def multiply(kind: str) -> str:
             special = b.or_(special, code.any_bit(b.zext(infinite, raw.type)))
             far = b.or_(far, code.any_bit(b.zext(small, raw.type)))
 
-        operands_ = _Operands(kind, *arrays, b_bits, b_exponents)
+        a_bits, a_values, a_exponents = arrays
+        operands_ = _Operands(kind, a_bits, a_values, a_exponents, b_bits, b_exponents)
         exact = code.block()
         quick = code.block()
         b.cbranch(b.or_(far, special), exact, quick)
