@@ -19,7 +19,7 @@ UP_BETA = 25.0
 class Schedule:
     """Compile-time choices: ``threads`` per CTA, ``vectors`` per thread, all loaded before the first use."""
 
-    threads: Literal[64, 128, 256] = 128
+    threads: Literal[64, 128, 256, 512] = 128
     vectors: Literal[1, 2, 4] = 1
 
 
