@@ -160,3 +160,30 @@ def test_speed() -> None:
         rates.append(result.counters[0].lane_instructions / result.seconds / 1e9)
     print(f"compile {seconds:.2f} s; best {max(rates):.2f}, median {sorted(rates)[10]:.2f} G lane-instructions/s")
     assert max(rates) >= 0.3
+
+
+@pytest.mark.slow
+def test_speed_of_a_gemm() -> None:
+    """At least 0.15 G lane-instructions per second and core on kda_in_proj at 8 tokens and 16 ranks with all checks on,
+    in the slowest of the three runs that verifying makes; prints the figures."""
+    program = compile(text("kda_in_proj_sm_90a"))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(8, 7168, generator=generator).bfloat16()
+    w = (torch.randn(3216, 7168, generator=generator) / 85).bfloat16()
+    params = (
+        parameter("x", "ixxxxq", 8, 7168),
+        parameter("w", ""),
+        parameter("z", "ixxxxq", 8, 3216),
+    )
+    launch = Launch(kernel="", grid=(201, 1, 1), block=(128, 1, 1), shared=100352, params=params)
+    rates = []
+    for order, approx in MODES:
+        buffers = [tensor("x", x), tensor("w", w), tensor("z", torch.zeros(8, 3216).bfloat16(), output=True)]
+        result = execute(program, launch, buffers, order, approx)
+        assert result.findings == []
+        assert torch.allclose(
+            result_of(buffers[2], torch.bfloat16).float(), x.float() @ w.float().T, rtol=0.01, atol=0.02
+        )
+        rates.append(result.counters[0].lane_instructions / result.seconds / 1e9)
+    print(", ".join(f"{rate:.2f}" for rate in rates), "G lane-instructions/s")
+    assert min(rates) >= 0.15
