@@ -13,7 +13,7 @@ from kernelmill.agents.paths import lib_folder, store_folder
 from kernelmill.agents.text import printable
 from kernelmill.specs.registry import UnknownName, family, find, workloads
 from kernelmill.specs.schema import Family, Spec
-from kernelmill.verify.execute.bundle import MAX_BYTES, Built, BundleError, pack
+from kernelmill.verify.execute.bundle import MAX_BYTES, Built, BundleError, check_place, pack
 from kernelmill.verify.execute.select import Choice, build_choice, guess_family
 from kernelmill.verify.execute.store import remember
 from kernelmill.verify.run import TARGETS, Verifier
@@ -69,6 +69,7 @@ def bundle(
 ) -> None:
     """Build candidates and pack them with a runner, to execute and time them on another machine."""
     try:
+        check_place(out)
         if target not in TARGETS:
             raise UnknownName("target", target, TARGETS)
         specs = tuple(s for name in spec_names for s in find(name))

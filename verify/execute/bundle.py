@@ -63,10 +63,15 @@ class Built:
         return self.artifact.id, self.unit.spec.name
 
 
-def pack(built: Sequence[Built], to: Path) -> Manifest:
-    """Write a bundle to ``to``, which must not exist or be empty. Raises BundleError when it is too large."""
+def check_place(to: Path) -> None:
+    """Raises BundleError when ``to`` cannot become a bundle: it exists and is not an empty folder."""
     if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise BundleError(f"{to} exists and is not an empty folder")
+        raise BundleError(f"{to} exists and is not an empty folder; name another with -o, or remove it")
+
+
+def pack(built: Sequence[Built], to: Path) -> Manifest:
+    """Write a bundle to ``to``. Raises BundleError as ``check_place`` does, and when the bundle is too large."""
+    check_place(to)
     to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=to.parent, prefix=".bundle-") as name:
         folder = Path(name) / "bundle"
