@@ -13,15 +13,17 @@ def f64(x: torch.Tensor) -> torch.Tensor:
 def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``x`` (float64) rounded once to ``dtype``, nearest even, returned in float64.
 
-    float64 to bfloat16 or float16 goes through round-to-odd float32, so that no value is rounded twice.
+    float64 to a narrower dtype goes through round-to-odd float32, so that no value is rounded twice.
     """
-    return x.to(dtype).to(torch.float64) if dtype == torch.float32 else store(x, dtype).to(torch.float64)
+    return store(x, dtype).to(torch.float64)
 
 
 def store(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``x`` (float64) as stored in ``dtype``: rounded once, nearest even."""
-    if dtype not in (torch.bfloat16, torch.float16):
+    """``x`` (float64) as stored in ``dtype``: rounded once, nearest even. E4M3 saturates at 448 and keeps NaN."""
+    if dtype not in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
         return x.to(dtype)
+    if dtype == torch.float8_e4m3fn:
+        x = x.clamp(-448, 448)
     near = x.to(torch.float32)
     exact = near.to(torch.float64) == x
     # Round to odd: truncate towards zero, then set the last bit when anything was cut off.

@@ -8,8 +8,6 @@ Vocabulary: an :class:`Axis` is *static* when it is compiled in and *dynamic* wh
 from __future__ import annotations
 
 import hashlib
-import inspect
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -69,6 +67,22 @@ class Role(StrEnum):
     workspace = "workspace"
 
 
+class Stage(StrEnum):
+    """Part of a decode step, in the order of the step."""
+
+    embedding = "embedding"
+    residual = "residual"
+    kda = "kda"
+    mla = "mla"
+    projection = "projection"
+    mlp = "mlp"
+    moe = "moe"
+    head = "head"
+    sampling = "sampling"
+    draft = "draft"
+    collective = "collective"
+
+
 class Axis(Frozen):
     """A size. ``values`` lists the legal values of a static axis; a dynamic axis has a closed range instead."""
 
@@ -94,13 +108,15 @@ class OutputRule(Frozen):
     element is off by at most ``element_floor`` ulps beyond float32 noise. The defaults suit an output whose error is
     its rounding to storage (0.29 ulp): they let approximate special functions through (0.35, at 2^-10 relative), but no
     second rounding to 16 bits (0.42). An output behind an inner rounding needs a larger ``element_floor``, as that
-    rounding may fall the other way.
+    rounding may fall the other way. ``noise``: float32 error of an element before it is stored, as a share of its row's
+    largest value: half an ulp (2^-24) times 64, the square root of 4096 terms; only a float32 output shows it.
     """
 
     kind: Literal["exact", "derived"]
     factor: float = 1.2
     floor: float = 0.05
     element_floor: float = 1.0
+    noise: float = 2.0**-18
 
 
 class TensorSpec(Frozen):
@@ -109,7 +125,8 @@ class TensorSpec(Frozen):
     ``shape`` has axis names, multiples of them (``2*N``) and literal sizes, outermost first; storage is row-major.
     ``strided`` names dimensions (by index) whose stride may be larger than compact; their strides are 64-bit run-time
     values, multiples of ``alignment``, which is in bytes and holds for the base address and for every non-unit stride.
-    ``sharded`` is the dimension split over P ranks, or None when every rank holds all of it.
+    ``sharded`` is the dimension split over P ranks, or None when every rank holds all of it. Of a ``sparse`` tensor a
+    call touches a part that depends on values (slots, pages, experts, rows of a table); the cost counts that part.
     """
 
     name: str
@@ -121,6 +138,7 @@ class TensorSpec(Frozen):
     strided: tuple[int, ...] = ()
     alignment: int = 16
     sharded: int | None = None
+    sparse: bool = False
 
     @model_validator(mode="after")
     def _check(self) -> TensorSpec:
@@ -198,7 +216,7 @@ class Spec(Frozen):
     variant: str
     title: str
     formula: str
-    stage: str
+    stage: Stage
     tensors: tuple[TensorSpec, ...]
     axes: tuple[Axis, ...]
     params: tuple[Param, ...]
@@ -280,8 +298,3 @@ class Family:
     def signature(self) -> tuple[str, ...]:
         """Names of ``launch``'s parameters, in order."""
         return (*(t.name for t in self.tensors), *(p.name for p in self.params), "schedule", "stream")
-
-
-def source_hash(module: str) -> str:
-    """sha256 of a module's source text, so that a spec's id changes when its mathematics does."""
-    return hashlib.sha256(inspect.getsource(sys.modules[module]).encode()).hexdigest()

@@ -3,7 +3,7 @@
 ``derived``: with e = |candidate - reference|, b = |baseline - reference|, u = ulp(reference) in the stored dtype, and a
 row being the last dimension,
 
-    noise    =  2^-18 * the row's largest |reference|  +  8 * the row's largest  b - u / 2
+    noise    =  rule.noise * the row's largest |reference|  +  8 * the row's largest  b - u / 2
     element  e  <=  element_floor * u + noise
     row      rms(e / (u + noise))  <=  factor * rms(b / (u + noise)) + floor
     tensor   the same over all rows
@@ -22,10 +22,6 @@ import torch
 from kernelmill.specs.data import Frozen
 from kernelmill.specs.numerics import ulp
 from kernelmill.specs.schema import OutputRule, Spec, Tensors, TensorSpec
-
-NOISE = 2.0**-18
-"""float32 error of an element as a share of its row's largest value: half an ulp (2^-24) times 64, the square root of
-4096 terms."""
 
 APPROXIMATE = 8.0
 """Noise of approximate instructions over the baseline's: ex2, rsqrt and rcp are good to 2^-22 or better (PTX ISA),
@@ -132,7 +128,9 @@ def _derived(
     error = torch.where(torch.isfinite(values), (values - ref).abs(), torch.inf)
     base = (baseline.reshape(-1, columns).to(torch.float64) - ref).abs()
 
-    noise = NOISE * ref.abs().amax(1, keepdim=True) + APPROXIMATE * (base - step / 2).clamp_min(0).amax(1, keepdim=True)
+    noise = rule.noise * ref.abs().amax(1, keepdim=True) + APPROXIMATE * (base - step / 2).clamp_min(0).amax(
+        1, keepdim=True
+    )
     element = error / (rule.element_floor * step + noise)
     off, base_off = (error / (step + noise)).square(), (base / (step + noise)).square()
     row = off.mean(1).sqrt() / (rule.factor * base_off.mean(1).sqrt() + rule.floor)

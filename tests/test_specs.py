@@ -95,8 +95,9 @@ def test_attn_res_weights_are_the_models_launches() -> None:
 def test_workloads_cover_what_they_should() -> None:
     for f in families().values():
         total = [w for s in f.specs for w in s.workloads]
-        assert {w.axes["T"] for w in total} >= {1, 2, 3, 8, 33, 64}
-        assert len(total) <= 110
+        # Rows, tokens or requests of the step: what schedules are chosen by.
+        assert {w.axes[s.dynamic_axes[0].name] for s in f.specs for w in s.workloads} >= {1, 2, 3, 8, 33, 64}, f.name
+        assert len(total) <= 110, f.name
     bindings = {(s.variant, w.axes["nb"]) for s in attn_res.SPECS for w in s.workloads}
     assert {nb for _, nb in bindings} == set(range(9))
     assert {v for v, _ in bindings} == {s.variant for s in attn_res.SPECS}
@@ -112,11 +113,10 @@ def test_each_workload_is_well_formed(f: Family, spec: Spec) -> None:
         point = spec.point(w.axes)
         assert spec.binding(w.axes).keys() == {a.name for a in spec.static_axes}
         cost = f.functions.cost(spec, point)
-        # Nothing a call must read or write may be cheaper than the tensors' own bytes; some are read in part.
-        read = [t for t in spec.tensors if t.name != "bank" and t.shape[0] != "slots"]
-        whole = sum(math.prod(t.size(w.axes)) * t.dtype.bytes for t in read)
-        assert cost.cold_bytes >= whole and cost.flops > 0
-        if w.axes["T"] > 3:
+        # Nothing a call must read or write may be cheaper than the tensors' own bytes; some are touched in part.
+        size = {t.name: math.prod(t.size(w.axes)) * t.dtype.bytes for t in spec.tensors}
+        assert cost.cold_bytes >= sum(size[t.name] for t in spec.tensors if not t.sparse)
+        if w.axes[spec.dynamic_axes[0].name] > 3 or sum(size.values()) > 1 << 26:
             continue
         made, again, other = (f.inputs(spec, w, seed) for seed in (5, 5, 6))
         assert list(made) != [] and all(made[n].view(torch.int16).equal(again[n].view(torch.int16)) for n in made)
@@ -177,7 +177,11 @@ def test_unknown_values_are_refused() -> None:
             f.inputs(spec, bad, 0)
 
 
-@pytest.mark.parametrize(("f", "spec"), ALL, ids=[s.name for _, s in ALL])
+# A workload of three tokens or requests, each of which has a row of its own and nothing to do with the others.
+BY_ROW = [(f, s) for f, s in ALL if {a.name for a in s.dynamic_axes} in ({"T"}, {"T", "slots"})]
+
+
+@pytest.mark.parametrize(("f", "spec"), BY_ROW, ids=[s.name for _, s in BY_ROW])
 def test_rows_do_not_depend_on_each_other(f: Family, spec: Spec) -> None:
     workload = next(w for w in spec.workloads if w.axes["T"] == 3)
     t, p = f.inputs(spec, workload, 0), spec.point(workload.axes)

@@ -24,11 +24,12 @@ from kernelmill.specs.schema import (
     Param,
     Role,
     Spec,
+    Stage,
     Tensors,
     TensorSpec,
     Workload,
-    source_hash,
 )
+from kernelmill.specs.sources import source_hash
 
 H = 7168
 """Hidden size (Kimi K3 config)."""
@@ -67,6 +68,7 @@ BANK = TensorSpec(
     role=Role.state,
     dtype=DType.bf16,
     shape=("T", ROWS, H),
+    sparse=True,
     doc="block states; rows >= nb are no sources and may hold anything, NaN too",
     rule=EXACT,
 )
@@ -279,7 +281,7 @@ def _spec(delta: bool, write: bool, norm: str) -> Spec:
         variant=variant,
         title="Attention over the residual bank: " + ", ".join(does),
         formula=FORMULA,
-        stage="residual",
+        stage=Stage.residual,
         tensors=tuple(OUT_FINAL if t is OUT and norm == "final" else t for t in TENSORS if t.name not in absent),
         axes=(
             Axis(name="nb", kind="static", doc="older bank rows", values=tuple(range(ROWS if write else ROWS + 1))),

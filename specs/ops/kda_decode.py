@@ -22,11 +22,12 @@ from kernelmill.specs.schema import (
     OutputRule,
     Role,
     Spec,
+    Stage,
     Tensors,
     TensorSpec,
     Workload,
-    source_hash,
 )
+from kernelmill.specs.sources import source_hash
 
 C = 128
 """Channels of a head: keys, values and gate alike (Kimi K3 config, KDA head_dim)."""
@@ -71,6 +72,7 @@ def _state(dtype: DType, rule: OutputRule) -> TensorSpec:
         shape=("slots", "h", C, C),
         strided=(0,),
         sharded=1,
+        sparse=True,
         doc="recurrent state, value by key; a slot's page is wider than its own state",
         rule=rule,
     )
@@ -137,6 +139,7 @@ BEFORE = (
         shape=("slots", TAPS - 1, "384*h"),
         strided=(0,),
         sharded=2,
+        sparse=True,
         doc="the last three inputs of q, k, v, oldest first; a slot's page is wider than that",
         rule=EXACT,
     ),
@@ -360,7 +363,7 @@ def _spec(variant: str) -> Spec:
         variant=variant,
         title=f"KDA decode: short conv, gated delta recurrence, gated norm; {variant} states",
         formula=FORMULA,
-        stage="attention",
+        stage=Stage.kda,
         tensors=(*BEFORE, STATES[variant], OUT),
         axes=(
             Axis(name="h", kind="static", doc=f"heads per rank: {HEADS} / P; {FEW} only for tests", values=heads),

@@ -21,11 +21,12 @@ from kernelmill.specs.schema import (
     OutputRule,
     Role,
     Spec,
+    Stage,
     Tensors,
     TensorSpec,
     Workload,
-    source_hash,
 )
+from kernelmill.specs.sources import source_hash
 
 GATE_BETA = 4.0
 UP_BETA = 25.0
@@ -166,7 +167,7 @@ def _spec(variant: str) -> Spec:
         variant=variant,
         title=f"SiTU activation and product, {what}",
         formula=FORMULA,
-        stage="mlp",
+        stage=Stage.mlp,
         tensors=(X, OUT),
         axes=(
             Axis(name="N", kind="static", doc=f"width per rank: {width} / P", values=tuple(width // r for r in RANKS)),

@@ -6,16 +6,15 @@ runner imports and the families' specs) and ``standin/`` (for a machine without 
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import importlib.util
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kernelmill.specs.schema import Role
+from kernelmill.specs.sources import closure, source
 from kernelmill.verify.artifact import Artifact
 from kernelmill.verify.build.bench import Unit
 from kernelmill.verify.execute.records import MANIFEST, Manifest, PackedArtifact, PackedCandidate
@@ -125,47 +124,8 @@ def _pack_code(families: Sequence[str], folder: Path) -> None:
         to.write_bytes(path.read_bytes())
     standin = folder / "standin" / "pydantic.py"
     standin.parent.mkdir()
-    standin.write_bytes(_source("kernelmill.verify.execute.standin").read_bytes())
+    standin.write_bytes(source("kernelmill.verify.execute.standin").read_bytes())
     (folder / "run.py").write_text(RUN)
-
-
-def closure(names: Iterable[str]) -> dict[str, Path]:
-    """The modules of ours that the named ones import, themselves and their packages included: name to file."""
-    found: dict[str, Path] = {}
-    todo = list(names)
-    while todo:
-        name = todo.pop()
-        if name in found or name == "kernelmill":
-            continue
-        found[name] = _source(name)
-        todo.append(name.rpartition(".")[0])
-        todo += _imports(found[name])
-    return found
-
-
-def _imports(path: Path) -> list[str]:
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found += [a.name for a in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            inner = [f"{node.module}.{a.name}" for a in node.names]
-            found += [node.module, *(n for n in inner if n.startswith("kernelmill.") and _is_module(n))]
-    return [n for n in found if n.startswith("kernelmill.")]
-
-
-def _is_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # Its parent is no package: a name in a module.
-        return False
-
-
-def _source(name: str) -> Path:
-    spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise BundleError(f"{name} has no source file to pack")
-    return Path(spec.origin)
 
 
 def _sha256(path: Path) -> str:
